@@ -1,6 +1,6 @@
 """Plots of a benchmark's result file.
 
-    python -m benchmarks.plot attention benchmarks/results/FILE.json docs/figures/speed.png
+    python -m benchmarks.plot attention benchmarks/results/FILE.json speed.png
     python -m benchmarks.plot steps benchmarks/results/FILE.json [FILE.json ...] docs/figures/steps.png
 
 The first draws a file of `python -m benchmarks attention`, the second files of `python -m lab bench-training`.

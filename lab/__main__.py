@@ -1,5 +1,5 @@
 """The laboratory's command line: `python -m lab pretrain | compare | seeds | gaps | tokenize | continue | token-file |
-finetune | task | gaussian | trace | bench-training | figure`.
+gaussian | trace | bench-training | figure`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `python -m lab --help` and a mistake in a config take no import of torch, and a missing extra is
@@ -17,7 +17,7 @@ try:
 
     from benchmarks.commands import command_line
     from benchmarks.commands import run as run_app
-    from lab.commands import continued, figures, finetune, gaussian, seeds, steps
+    from lab.commands import continued, figures, gaussian, seeds, steps
     from lab.commands.configs import ConfigFile, Folder, Only, Setting, load
     from lab.commands.terminal import training
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
@@ -101,8 +101,6 @@ def tokenize(config: ConfigFile, setting: Setting = None) -> None:
 
 app.command("continue")(continued.continued)
 app.command()(continued.token_file)
-app.command()(finetune.finetune)
-app.command()(finetune.task)
 app.command()(gaussian.gaussian)
 app.command()(figures.figure)
 app.command("bench-training")(steps.bench_training)

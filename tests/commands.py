@@ -21,6 +21,15 @@ def started(module, *arguments, **environment):
     )  # fmt: skip
 
 
+def without(package, program, *arguments):
+    """The outcome of a program where a package cannot be imported."""
+    code = f"import sys; sys.modules[{package!r}] = None; {program}"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+    )  # fmt: skip
+
+
 def runner(main, monkeypatch, capsys):
     """A function that runs a command in this process: exit code, stdout and stderr on one line each."""
 

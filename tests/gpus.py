@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-# Of compute capability 8.0 and more, which the kernels of mma.sync need.
+# Of compute capability 8.0 and more, which all kernels need.
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 DEVICE = "cuda" if HAS_GPU else "cpu"
 on_gpu = pytest.mark.gpu if HAS_GPU else []

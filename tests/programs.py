@@ -33,6 +33,25 @@ def run(code: str, folder: Path, *arguments: str, **environment: str) -> subproc
     return subprocess.CompletedProcess(arguments, returncode, stdout, stderr)
 
 
+def compiled(module: str, *arguments: str, triton: str | None = None) -> list[dict]:
+    """The lines of JSON that `python -m module` prints where kernels are compiled, not interpreted as here.
+
+    triton: the folder of another triton than the installed one, which a process of its own imports.
+    """
+    if triton is None:
+        code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        done = run(code, SOURCES.parent, *arguments)
+    else:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in [triton, *sys.path] if path)
+        command = [sys.executable, "-m", module, *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, cwd=SOURCES.parent
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @cache
 def _server() -> subprocess.Popen[str]:
     """It ends with this process."""

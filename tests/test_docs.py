@@ -154,7 +154,6 @@ def objection(known, program, words):
     """
     from lab.training.config import Config, load
     from lab.training.continued.config import Continued
-    from lab.training.finetune_config import Finetuning
 
     if program not in known:
         there = program in ("pytest", "pip") or importlib.util.find_spec(program)
@@ -175,7 +174,7 @@ def objection(known, program, words):
     if config is not None and (ROOT / config).is_relative_to(ROOT / "configs") and config.stem.islower():
         settings = [setting for setting in given["setting"] or [] if not setting.split("=")[1].isupper()]
         try:
-            load(ROOT / config, settings, {"finetune": Finetuning, "continue": Continued}.get(name, Config))
+            load(ROOT / config, settings, Continued if name == "continue" else Config)
         except ValueError as error:
             return str(error)
     return ""

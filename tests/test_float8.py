@@ -14,13 +14,13 @@ from sagebwd.reference.float8 import E4M3_MAX, RESTORED, _normalised, e4m3, quer
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.rotation import rotation
 from tests.attention_case import outcome
+from tests.gpus import DEVICE
 from tests.inputs import draw
 
 pytestmark = pytest.mark.rounding
 
 # e4m3 gradients beside an INT8 forward
 E4M3 = "token(v_scale=sequence, dv=fp8, dq=fp8, dk=fp8)"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The magnitudes of e4m3 in the order of their codes: subnormal, then eight an octave; the last, 480, is NaN instead.
 GRID = [m * 2.0**-9 for m in range(8)] + [(8 + m) * 2.0**octave for octave in range(-9, 6) for m in range(8)][:-1]
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from sagebwd import sage_attention
 from sagebwd.reference.metrics import cosine, relative_l2
 from tests.attention_case import outcome
+from tests.gpus import HAS_HOPPER
 from tests.inputs import KINDS, draw
 
 pytestmark = pytest.mark.rounding
@@ -196,7 +197,7 @@ def test_kernels_at_16k_tokens(head_dim, is_causal):
 
     In BF16, since O so rounded is what delta is made of: with a mean in K that is half of dQ's error at this length.
     """
-    recipes = FLOORS if torch.cuda.get_device_capability() == (9, 0) else ("token", "paper")
+    recipes = FLOORS if HAS_HOPPER else ("token", "paper")
     failures = []
     for kind in KINDS:
         inputs = [x.cuda() for x in draw(kind, tokens=16384, head_dim=head_dim, seed=0, dtype=torch.bfloat16)]
@@ -240,8 +241,7 @@ def test_recipes_keep_the_size_of_gradients(recipe, is_causal):
 @pytest.mark.parametrize("tokens", [4096, 16384])
 def test_kernels_keep_the_size_of_gradients(tokens, head_dim, is_causal):
     """A key's dV and dK are sums over all queries; Hopper's e4m3 products alone lose percents of them."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    for recipe in ("token", "mixed") if hopper else ("token",):
+    for recipe in ("token", "mixed") if HAS_HOPPER else ("token",):
         measured = slopes(recipe, None, tokens, head_dim, is_causal, "cuda", torch.bfloat16)
         assert all(0.99 < measured[name] < 1.01 for name in ("dk", "dv")), f"{recipe}: {measured}"
 

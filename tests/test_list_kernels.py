@@ -1,8 +1,5 @@
 """Triton's lists of blocks, interpreted where there is no GPU, against torch's; and compiled for sm_90."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +10,10 @@ from torch import Tensor
 from sagebwd.masks import list_kernels, lists, sm90_block_lists, work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
+from tests import programs
+from tests.gpus import DEVICE, on_gpu
 from tests.masks import drawn
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
 CAUSAL, WINDOW, ONE_SIDED = Band(upper=0), Band(lower=-70, upper=5), Band(lower=-40)
 # kind of mask, (batch, heads, queries, keys), band, tile of the forward, query heads of a key head
 CASES = {
@@ -69,13 +66,13 @@ def check_keys(name: str, queries: int, interleave_heads: bool) -> None:
     assert nothing is None
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in CASES])
 def test_lists_of_queries_are_torchs(name):
     check_queries(name)
 
 
 @pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in CASES])
 def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
     """With first keys apart and without, of tiles that fit the stored ones and of others."""
     if len(name) % 2:
@@ -90,12 +87,12 @@ def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in CASES])
 def test_lists_of_keys_are_torchs(name):
     check_keys(name, queries=64 if name != "even" else 128, interleave_heads=len(name) % 2 == 0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in ("matrix", "sinks")])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in ("matrix", "sinks")])
 def test_lists_longer_than_a_chunk(name, monkeypatch):
     monkeypatch.setattr(list_kernels, "CHUNK", 2)
     check_queries(name)
@@ -105,7 +102,7 @@ def test_lists_longer_than_a_chunk(name, monkeypatch):
 FAR = {"int32": 2**31 - 1, "beyond int32": 2**31, "int64": 2**40, "beyond int64": 2**70}
 
 
-@pytest.mark.parametrize("far", [pytest.param(name, marks=gpu) for name in FAR])
+@pytest.mark.parametrize("far", [pytest.param(name, marks=on_gpu) for name in FAR])
 def test_a_window_beyond_every_key_is_none(far):
     """Of each side, beside a near one on the other; kernels' sums of bounds and places fit 32 bits."""
     tokens, tile, group, heads = (130, 140), (128, 96), 2, 1
@@ -134,7 +131,7 @@ def test_a_window_beyond_every_key_is_none(far):
                 assert torch.equal(exact.cpu(), made)
 
 
-@pytest.mark.parametrize("interleave_heads", [pytest.param(x, marks=gpu) for x in (False, True)])
+@pytest.mark.parametrize("interleave_heads", [pytest.param(x, marks=on_gpu) for x in (False, True)])
 @pytest.mark.parametrize(("most", "least"), [(264, 1), (5, 2), (40, 3)])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_shares_are_torchs(heads, most, least, interleave_heads, monkeypatch):
@@ -161,12 +158,7 @@ def test_shares_are_torchs(heads, most, least, interleave_heads, monkeypatch):
 )
 def test_they_compile_for_hopper(folder, which):
     """Every kernel, by the installed triton for the last shape and dtype alone, and by each triton for all."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in [folder, *sys.path] if path)
-    command = [sys.executable, "-m", "tests.mask_compilations", *which]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = programs.compiled("tests.mask_compilations", *which, triton=folder)
     names = "pass", "lists", "query_lists", "codes", "key_lists", "places", "shares"
     assert {row["kernel"] for row in rows} == {f"_{name}_kernel" for name in names}
     for row in rows:

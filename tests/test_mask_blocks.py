@@ -8,11 +8,11 @@ import torch
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks import mask_blocks, sm90_block_lists
 from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, Mask, blocks_of
+from tests.gpus import DEVICE, on_gpu
 from tests.masks import bias, boolean
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # interpreted where there is no GPU, and of the GPU's tests where there is one
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = on_gpu
 DTYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32]
 SHAPE = 2, 2, 150, 135
 

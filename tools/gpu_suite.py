@@ -64,6 +64,13 @@ def wanted(test: str, which: str, known: dict[str, dict]) -> bool:
     return test.startswith(ALONE) == (which == "alone")
 
 
+def has_alone(tests: list[str]) -> bool:
+    """Whether some of ``tests``, of all where none is named, may be of `ALONE`."""
+    return not tests or any(
+        f"{test}::".startswith(alone) or alone.startswith(test) for test in tests for alone in ALONE
+    )
+
+
 def pytest_configure() -> None:
     """Of a pytest process beside others: each sees one GPU, and they are spread over all of the machine."""
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", "")[2:], visible_gpus()
@@ -228,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     statuses = [
         run_tests(which, workers, given.tests, given.output, code, until)
         for which, workers in (("beside", given.processes), ("alone", 0))
+        if which == "beside" or has_alone(given.tests)
     ]
     sequences = None
     if given.sequences:

@@ -1,8 +1,9 @@
 """Gradients of a trained model's weights under recipes: `python -m tools.trained_gradients MODEL TEXT`.
 
-MODEL and TEXT are as in `tools.trained_heads`. The model runs in FP32, forward and backward, on windows
-of the text, with attention in FP32 and then in each recipe's emulator, on q, k and v rounded to BF16. Of the gradient
-g of all weights, and of some groups of them, against FP32's g0 it prints means over windows, with standard errors:
+MODEL is the folder of a causal language model of Transformers with its tokenizer, or a GGUF file; TEXT is a text file,
+xz or not. The model runs in FP32, forward and backward, on windows of the text, with attention in FP32 and then in
+each recipe's emulator, on q, k and v rounded to BF16. Of the gradient g of all weights, and of some groups of them,
+against FP32's g0 it prints means over windows, with standard errors:
 
 - error, ||g - g0|| / ||g0||;
 - slope less 1, <g, g0> / <g0, g0> - 1: what the gradient shrinks by, which no average over steps takes back;
@@ -17,11 +18,13 @@ windows of the errors and slopes of every layer's projections, with the slopes' 
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -40,7 +43,6 @@ from sagebwd.cli.hardware import check_device
 from sagebwd.cli.results import environment
 from sagebwd.diagnostics.models import load_model, text_windows, windows
 from sagebwd.recipe import Recipe
-from tools.trained_heads import kept, parser_of
 
 EXACT, ROUNDED = "fp32", "bf16"
 RECIPES = (ROUNDED, "mixed", "token")
@@ -166,9 +168,30 @@ def with_weights(model: PreTrainedModel, path: Path) -> None:
             weight.copy_(found[name])
 
 
+def kept(given: argparse.Namespace, measured: Iterable[dict], facts: dict[str, object]) -> list[dict]:
+    """All rows, told as they come and written to ``--output`` with each: one that is cut off has what it measured.
+
+    facts: what they depend on beside the model, the text and the windows' tokens.
+    """
+    facts = {"model": given.model.name, "text": given.text.name, "tokens": given.tokens, **facts}
+    rows = []
+    for row in measured:
+        rows.append(row)
+        print(f"window {row['window']} of {given.windows} windows", file=sys.stderr, flush=True)
+        if given.output is not None:
+            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print."""
-    parser = parser_of(__doc__, 512, 32, RECIPES)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--tokens", type=int, default=512, help="of a window")
+    parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--recipe", action="append", help=f"repeat for several [default: {', '.join(RECIPES)}]")
+    parser.add_argument("--output", type=Path, help="a JSON file of every row")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--weights", type=Path, help="a .safetensors of python -m lab continue")
     parser.add_argument("--emulated", action="store_true", help="on a GPU too")

@@ -11,9 +11,8 @@ import typer
 from lab.training import config
 from lab.training.config import Config, Kind
 from lab.training.continued.config import Continued
-from lab.training.finetune_config import Finetuning
 
-COMMANDS = {Config: "pretrain, compare, seeds and tokenize", Finetuning: "finetune", Continued: "continue"}
+COMMANDS = {Config: "pretrain, compare, seeds and tokenize", Continued: "continue"}
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="YAML file; those in configs/ are examples.")]
 Setting = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; repeat for several.")]

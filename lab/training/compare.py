@@ -22,8 +22,8 @@ from lab.training.run_dir import (
     end_of,
     read_metrics,
     refuse_single,
-    write_whole,
 )
+from sagebwd.environment import write_whole
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,7 +106,7 @@ class Logging:
     keep_checkpoints: int = 2
 
 
-LEAST = {"context": 2, "max_tokens": 2, "warmup_steps": 0, "rank": 0}
+LEAST = {"context": 2, "warmup_steps": 0}
 """The least that a key takes, where it is not 1 of a whole number."""
 
 
@@ -157,11 +156,8 @@ class Settings:
             if not value >= least:
                 raise ValueError(f"{key}={value} must be at least {least}")
 
-    def check_known(self, known: dict[str, tuple[str, ...]], in_full: Iterable[str]) -> None:
-        """Raises ValueError where a dotted key's value is none of its names, or the attention none that there is.
-
-        in_full: what attention.recipe takes beside recipes.
-        """
+    def check_known(self, known: dict[str, tuple[str, ...]]) -> None:
+        """Raises ValueError where a dotted key's value is none of its names, or the attention none that there is."""
         for key, names in known.items():
             section, name = key.split(".")
             value = getattr(getattr(self, section), name)
@@ -171,7 +167,7 @@ class Settings:
         from sagebwd.recipe import Recipe
 
         dispatch.check_known(self.attention.impl)
-        if self.attention.recipe not in in_full:
+        if self.attention.recipe not in FULL_PRECISION:
             Recipe.parse(self.attention.recipe)
         elif self.attention.fuse:
             raise ValueError(
@@ -227,7 +223,7 @@ class Config(Settings):
         """Checks that need more than one key. Raises ValueError."""
         optimisation, model = self.optimisation, self.model
         known = {"optimisation.precision": ("fp32", "bf16"), "optimisation.sharding": ("none", "fsdp")}
-        self.check_known(known, FULL_PRECISION)
+        self.check_known(known)
         self.check_numbers()
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be at least 0")

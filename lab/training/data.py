@@ -198,13 +198,13 @@ def _write_parts(data: Data, tokenizer: _Tokenizer, scratch: Path, dtype: type, 
 
 
 def _batches(data: Data) -> Iterator[tuple[tuple[str, str], ...]]:
-    parts = split_documents(data)
+    parts = _split_documents(data)
     size = _FEW if data.source.startswith(HUB) or data.max_megabytes is not None else _MANY
     while batch := tuple(itertools.islice(parts, size)):
         yield batch
 
 
-def split_documents(data: Data) -> Iterator[tuple[str, str]]:
+def _split_documents(data: Data) -> Iterator[tuple[str, str]]:
     """(part, document) of all, "train" or "held_out"; held out is a file of its own, or a share by a hash of the text.
 
     Raises ValueError for a source that is missing, empty, unreadable or in the wrong encoding.
@@ -342,10 +342,10 @@ def _tokenizer(data: Data) -> _Tokenizer:
         if not size.isdigit() or not 258 <= int(size) <= 1 << 20:
             raise ValueError(f"data.tokenizer={name!r}: expected bpe:SIZE with a size of at least 258")
         return _Subwords(_train_bpe(data, int(size)), name)
-    return _Subwords(read_tokenizer(name), name)
+    return _Subwords(_read_tokenizer(name), name)
 
 
-def read_tokenizer(name: str):
+def _read_tokenizer(name: str):
     """The `tokenizers` tokeniser in a tokenizer.json. Raises ValueError where it is missing or unreadable."""
     from tokenizers import Tokenizer
 
@@ -366,7 +366,7 @@ def _train_bpe(data: Data, size: int):
 
     def text() -> Iterator[str]:
         left = BPE_TRAINING_CHARACTERS
-        for part, document in split_documents(data):
+        for part, document in _split_documents(data):
             if part == "train":
                 yield document[:left]
                 left -= len(document)

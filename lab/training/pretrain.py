@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -47,10 +46,10 @@ from lab.training.run_dir import (
     open_run_dir,
     read_metrics,
     switches_in,
-    write_whole,
 )
 from sagebwd.cli.results import commit
 from sagebwd.diagnostics.monitor import PREFIX, AttentionMonitor
+from sagebwd.environment import write_whole
 from sagebwd.recipe import INT8, Recipe
 from sagebwd.reference.metrics import largest_logit
 from sagebwd.version import __version__
@@ -94,7 +93,7 @@ def run(config: Config, output: Path, resume: bool = False) -> None:
         args=_arguments(config, output, accumulation),
         train_dataset=train,
         eval_dataset=held_out,
-        callbacks=[record, ProgressBar(optimisation.tokens_per_step)],
+        callbacks=[record, _ProgressBar(optimisation.tokens_per_step)],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     record.trainer = trainer
@@ -140,50 +139,39 @@ def _monitor(config: Config, held_out: text.Blocks, trainer: Trainer) -> Attenti
 def _arguments(config: Config, output: Path, accumulation: int) -> TrainingArguments:
     optimisation, settings = config.optimisation, config.logging
     sharded = optimisation.sharding == "fsdp" and processes.count() > 1
-    return trainer_arguments(
-        output,
-        optimisation,
-        settings,
-        config.seed,
-        max_steps=optimisation.steps,
-        gradient_accumulation_steps=accumulation,
-        lr_scheduler_type="cosine",
-        warmup_steps=optimisation.warmup_steps,
-        adam_beta1=optimisation.beta1,
-        adam_beta2=optimisation.beta2,
-        torch_compile=optimisation.compile,
-        eval_strategy="steps",
-        eval_steps=settings.evaluate_every,
-        ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,
-        prediction_loss_only=True,
-        **(sharding.arguments() if sharded else {}),
-    )
-
-
-def trainer_arguments(output: Path, optimisation: Any, settings: Any, seed: int, **own: object) -> TrainingArguments:
-    """What all kinds of run tell Trainer alike, from the sections ``optimisation`` and ``logging`` of a config."""
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(output / "tensorboard")
     return TrainingArguments(
         output_dir=str(output),
+        max_steps=optimisation.steps,
         per_device_train_batch_size=optimisation.micro_batch,
         per_device_eval_batch_size=optimisation.micro_batch,
+        gradient_accumulation_steps=accumulation,
         learning_rate=optimisation.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=optimisation.warmup_steps,
         weight_decay=optimisation.weight_decay,
+        adam_beta1=optimisation.beta1,
+        adam_beta2=optimisation.beta2,
         max_grad_norm=optimisation.clip_norm,
         bf16=optimisation.precision == "bf16",
+        torch_compile=optimisation.compile,
         logging_steps=settings.every,
         logging_first_step=True,
         logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.evaluate_every,
         save_strategy="steps",
         save_steps=settings.checkpoint_every,
-        seed=seed,
-        data_seed=seed,
+        seed=config.seed,
+        data_seed=config.seed,
         disable_tqdm=True,
         report_to="tensorboard",
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
-        **own,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        prediction_loss_only=True,
+        **(sharding.arguments() if sharded else {}),
     )
 
 
@@ -313,10 +301,10 @@ def logits_observed(model: transformers.PreTrainedModel) -> Iterator[list[float]
         model.config._attn_implementation = before
 
 
-class ProgressBar(TrainerCallback):
-    """A bar with loss, the time left and, of ``tokens_per_step`` that are known, tokens/s."""
+class _ProgressBar(TrainerCallback):
+    """A bar with loss, the time left and tokens/s."""
 
-    def __init__(self, tokens_per_step: int = 0) -> None:
+    def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self.bar: tqdm | None = None
         self.evaluation: tqdm | None = None
@@ -341,7 +329,7 @@ class ProgressBar(TrainerCallback):
             if value is not None:
                 self.shown[name] = f"{float(value):.3f}"
         rate = self.bar.format_dict["rate"]
-        if rate and self.tokens_per_step:
+        if rate:
             self.shown["tokens/s"] = f"{rate * self.tokens_per_step:,.0f}"
         self.bar.set_postfix(self.shown, refresh=False)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 import yaml
 
 from lab.training.config import Config
+from sagebwd.environment import write_whole
 
 METRICS, RESULT, DIVERGED, CONFIG = "metrics.jsonl", "result.json", "diverged.json", "config.yaml"
 COMPARISON = "comparison.json"
@@ -149,10 +149,3 @@ def open_run_dir(config: Config, run_dir: Path, resume: bool) -> Path | None:
     content = {"digest": digest_after(config, switched), **config.as_dict()}
     write_whole(known, yaml.safe_dump({**content, "switched": switched} if switched else content, sort_keys=False))
     return whole[-1] if whole else None
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file so that it is there in full or not at all; of several processes that write it, one prevails."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    scratch.write_text(content, encoding="utf-8")
-    scratch.replace(path)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from lab.training import compare, kernel_commit, packed, parallel_runs
 from lab.training.config import Config
-from lab.training.run_dir import COMPARISON, end_of, refuse_single, write_whole
+from lab.training.run_dir import COMPARISON, end_of, refuse_single
 from sagebwd.cli.results import commit
+from sagebwd.environment import write_whole
 
 
 def train(

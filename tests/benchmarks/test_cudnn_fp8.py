@@ -9,8 +9,8 @@ import triton.language as tl
 from benchmarks import cudnn_fp8, float8_casts
 from benchmarks.cudnn_fp8 import E4M3, E5M2
 from sagebwd.reference.metrics import relative_l2
+from tests.gpus import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = {E4M3: 1 / 8, E5M2: 1 / 4}
 """From one number to the next, relative: Triton's interpreter errs by up to one, a GPU by half of it."""
 

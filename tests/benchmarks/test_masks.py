@@ -12,6 +12,7 @@ from benchmarks import __main__ as cli
 from benchmarks import mask_cases as cases
 from benchmarks import masks as bench
 from sagebwd import sage_attention
+from tests.commands import runner
 from tests.scaled import scaled
 
 pytestmark = pytest.mark.rounding
@@ -201,19 +202,12 @@ def test_a_recipe_that_is_refused_under_a_mask_is_a_row_that_says_so(monkeypatch
     assert gates == {"mixed": "does not run: NotImplementedError: no FP8 under a mask", "token": "ok"}
 
 
-def run(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "masks", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    out, err = capsys.readouterr()
-    return stop.value.code, " ".join(out.split()), " ".join(err.split())
-
-
 def test_the_command(monkeypatch, capsys, tmp_path):
+    run = runner(cli.main, monkeypatch, capsys)
     options = "--device", "cpu", "--impl", "reference", "--tokens", 128, "--head-dim", 16, "--rounds", 1
     chosen = "--mask", "chunks", "--attention", "token", "--attention", "packed token", "--attention", "fa4"
     named = "--output", tmp_path, "--commit", "abc", "--kernels-hash", "123"
-    code, out, err = run(monkeypatch, capsys, *options, *chosen, *named)
+    code, out, err = run("masks", *options, *chosen, *named)
     assert code == 0
     assert "chunks D16 H4/2 B1 N128, 6.6% of pairs" in out
     assert "fa4: does not run: " in out
@@ -227,7 +221,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 
     real = sage_attention
     monkeypatch.setattr(cases, "sage_attention", lambda *x, **options: 1.2 * real(*x, **options))
-    code, _, err = run(monkeypatch, capsys, *options, *chosen[:4], *named)
+    code, _, err = run("masks", *options, *chosen[:4], *named)
     assert code == 2
     assert "some masks FAILED the correctness gate" in err
     (row, _) = json.loads(path.read_text())["rows"]

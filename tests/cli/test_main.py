@@ -1,10 +1,7 @@
 """`sagebwd` as a person runs it: what it prints, and one line and an exit code where something is wrong."""
 
 import json
-import os
 import resource
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from sagebwd.cli import doctor, hardware, measure, timings
 from sagebwd.cli import main as cli
 from sagebwd.kernels.capabilities import IMPLEMENTATIONS
 from sagebwd.version import __version__
-from tests.commands import ROOT, runner, started, without_defaults
+from tests.commands import ROOT, runner, started, without, without_defaults
 
 
 @pytest.fixture
@@ -117,11 +114,7 @@ def test_a_mistake_shows_no_traceback():
 
 
 def test_a_missing_extra_is_named():
-    program = "import sys; sys.modules['typer'] = None; import sagebwd.cli.main"
-    outcome = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    outcome = without("typer", "import sagebwd.cli.main")
     assert outcome.returncode == 1
     assert "pip install '.[cli]'" in outcome.stderr
 

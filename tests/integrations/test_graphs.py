@@ -12,14 +12,14 @@ from sagebwd import read_block_mask, sage_attention
 from sagebwd.integrations.transformers import register
 from sagebwd.switches import switches
 from tests.attention_case import outcome
+from tests.gpus import HAS_HOPPER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BATCH, TOKENS, HEADS, HEAD_DIM, WIDTH = 2, 256, 4, 64, 256
 
 
 def recipes() -> list[str]:
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return ["mixed", "token"] if hopper else ["token"]
+    return ["mixed", "token"] if HAS_HOPPER else ["token"]
 
 
 def draw(seed: int) -> list[Tensor]:

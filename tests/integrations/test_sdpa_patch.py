@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sagebwd import install_sdpa, replace_sdpa, sage_attention, uninstall_sdpa
+from sagebwd import install_sdpa, replace_sdpa, uninstall_sdpa
 from sagebwd.integrations import sdpa as sdpa_integration
 from sagebwd.reference.metrics import relative_l2
-from tests.inputs import draw
-from tests.integrations.test_sdpa import is_original_or_int8
+from tests.integrations.test_sdpa import ORIGINAL, in_int8, is_original_or_int8, qkv
 from tests.threads import at_once
-
-ORIGINAL = F.scaled_dot_product_attention
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +22,6 @@ def left_as_found(monkeypatch):
     yield
     uninstall_sdpa()
     assert F.scaled_dot_product_attention is ORIGINAL
-
-
-def qkv():
-    return draw(batch=2, heads=4, tokens=24, head_dim=16)[:3]
-
-
-def in_int8(*arguments, **options):
-    return sage_attention(*arguments, impl="reference", **options)
 
 
 def test_the_innermost_decides_alone_and_the_outer_returns():

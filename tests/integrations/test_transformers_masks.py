@@ -59,6 +59,10 @@ BART = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
+MODERN_BERT = ModernBertConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    local_attention=8, global_attn_every_n_layers=2, pad_token_id=0,
+)  # fmt: skip
 
 
 def pair(config, model_class=None, exact="sdpa"):
@@ -241,12 +245,8 @@ def test_padding_is_looked_at_once_a_forward_by_all_layers(monkeypatch):
 
 
 def test_a_loss_at_padding_of_a_window_on_both_sides_is_said(nothing_said):
-    config = ModernBertConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        local_attention=8, global_attn_every_n_layers=2, pad_token_id=0,
-    )  # fmt: skip
     ids, attention_mask = padded("left", (20, 12))
-    model = pair(config, ModernBertModel)[1]
+    model = pair(MODERN_BERT, ModernBertModel)[1]
     with pytest.warns(UserWarning, match="before or after a row's real tokens"):
         model(ids, attention_mask).last_hidden_state.square().sum().backward()
 
@@ -345,13 +345,9 @@ def test_a_window_spans_holes_of_padding(name):
 
 
 def test_a_window_on_both_sides_spans_holes():
-    config = ModernBertConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        local_attention=8, global_attn_every_n_layers=2, pad_token_id=0,
-    )  # fmt: skip
     ids, attention_mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     attention_mask[0, 5:9] = 0
-    assert_same(pair(config, ModernBertModel), attention_mask, input_ids=ids)
+    assert_same(pair(MODERN_BERT, ModernBertModel), attention_mask, input_ids=ids)
 
 
 def test_a_window_that_only_the_mask_knows_of():

@@ -6,11 +6,10 @@ import torch
 from sagebwd import sage_attention
 from sagebwd.switches import switches
 from tests.attention_case import outcome
-from tests.gpus import HAS_HOPPER
+from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 BATCH, TOKENS, HEADS, KV_HEADS = 2, 80, 4, 2
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.attention_case import AttentionCase
+from tests.gpus import DEVICE, on_gpu
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 
 CALLS = {
     "bool-all-gqa": AttentionCase(mask="bool-all", batch=2, heads=2),

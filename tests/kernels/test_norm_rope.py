@@ -1,24 +1,18 @@
 """The passes of QK-norm and rotary embedding: interpreted on a CPU, compiled where there is a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from sagebwd import qk_norm_rope, qk_norm_rope_attention, sage_attention
+from tests import programs
+from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.test_norm_rope import by_hand, drawn, table
 
 pytest.importorskip("triton")
 from sagebwd import norm_rope_ops
 from sagebwd.kernels import norm_rope as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 EPS = 1e-5
 NAMES = "q", "k", "dq", "dk", "dq_weight", "dk_weight"
 
@@ -165,7 +159,7 @@ def attention_inputs(dtype=torch.bfloat16, tokens=40, head_dim=64):
     return leaves, [x.to(dtype).to(DEVICE) for x in table(tokens, head_dim)]
 
 
-CASES = [("token", "triton"), ("full", "triton"), *([("mixed", "hopper")] if IS_HOPPER else [])]
+CASES = [("token", "triton"), ("full", "triton"), *([("mixed", "hopper")] if HAS_HOPPER else [])]
 
 
 @pytest.mark.parametrize(("recipe", "impl"), CASES)
@@ -214,14 +208,7 @@ def test_compiled_and_checkpointed_it_is_the_same():
     ids=str,
 )
 def test_compiled_the_kernels_spill_no_register(call):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.norm_rope_compilations", *map(str, call)], capture_output=True,
-        text=True, check=False, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    rows = programs.compiled("tests.kernels.norm_rope_compilations", *map(str, call))
     assert [row["kernel"] for row in rows] == ["forward_kernel", "backward_kernel"]
     assert all(row["spills"] == 0 and row["shared_bytes"] <= 32 << 10 for row in rows), rows
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,13 +26,13 @@ from sagebwd.kernels.sm90.operands import bwd_postprocess, norm_rope_codes
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
+from tests import programs
+from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.kernels import emulated_cuda
 from tests.test_norm_rope import drawn
 from tools.cross_compile import BINARIES
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 EPS = 1e-6
 # Registers that do not fit, in bytes of a thread's local memory: those beside the loop.
 STACK_BYTES = 64
@@ -418,7 +414,7 @@ def test_other_calls_are_composed(monkeypatch, given):
     qk_norm_rope_attention(q, k, v, eps=EPS, recipe="mixed", **given)
 
 
-@pytest.mark.skipif(not IS_HOPPER, reason="of Hopper's kernels")
+@pytest.mark.skipif(not HAS_HOPPER, reason="of Hopper's kernels")
 @pytest.mark.parametrize(
     ("case", "given"),
     [
@@ -468,13 +464,6 @@ def fused_and_gradients(case, given):
 
 @pytest.mark.parametrize(("head_dim", "recipe"), [(64, "mixed"), (128, "mixed"), (128, "mixed(rotate=False)")])
 def test_compiled_the_end_of_backward_spills_no_register(head_dim, recipe):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.norm_rope_compilations", "90", str(head_dim), recipe, "half"],
-        capture_output=True, text=True, check=False, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    rows = programs.compiled("tests.kernels.norm_rope_compilations", "90", str(head_dim), recipe, "half")
     assert [row["kernel"] for row in rows] == ["finish_gradients_kernel"]
     assert all(row["spills"] == 0 and row["shared_bytes"] <= 227 << 10 for row in rows), rows

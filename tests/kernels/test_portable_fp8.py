@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.recipe import Recipe
 from tests.attention_case import AttentionCase
+from tests.gpus import DEVICE, on_gpu
 
 pytest.importorskip("triton")
 from sagebwd.call import Call, Saved
@@ -18,8 +19,7 @@ from sagebwd.masks.band import Band
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 
 PACKED = {"lengths_q": [1, 17, 0, 70, 5], "lengths_k": [40, 17, 5, 265, 0]}
 CALLS = {

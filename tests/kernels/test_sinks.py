@@ -9,14 +9,13 @@ from torch import Tensor
 from sagebwd.reference import sinks as epilogue
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
+from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.test_sinks import attend, exact, inputs
 
 pytest.importorskip("triton")
 from sagebwd.kernels import sinks as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -64,7 +63,7 @@ CASES = [
     ("token", "triton"),
     ("token(dp=int8)", "triton"),
     ("full", "triton"),
-    *([("mixed", "hopper")] if IS_HOPPER else []),
+    *([("mixed", "hopper")] if HAS_HOPPER else []),
 ]
 
 

@@ -12,6 +12,7 @@ from sagebwd.reference.float8 import RESTORED, Float8Operands, e4m3, queries_a_s
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import quantize_tokens
 from sagebwd.reference.rotation import rotated, rotation, sizes
+from tests.gpus import DEVICE, on_gpu
 from tests.inputs import draw
 
 pytest.importorskip("triton")
@@ -23,8 +24,7 @@ from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.operands import bwd_postprocess, bwd_preprocess
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 BATCH, HEADS_K, GROUP, TOKENS, KEYS, HEAD_DIM, BLOCK = 2, 2, 3, 70, 180, 128, 64
 TILE = widths.BackwardTile(BLOCK, 2, dq_swap_ab=True, half_n=True, persistent=False)
 LOG2_E = 1.4426950408889634

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from sagebwd.kernels.common.tile import divide, psi_scale
+from tests.gpus import DEVICE, on_gpu
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+pytestmark = on_gpu
 DRAWS = 1 << 16
 
 

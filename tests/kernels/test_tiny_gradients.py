@@ -6,17 +6,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
-from tests.gpus import needs_hopper
+from tests.gpus import DEVICE, needs_hopper, on_gpu
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 2.0**-100
-of_a_gpu = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 @pytest.mark.parametrize(("impl", "recipe", "head_dim"), [
     *(pytest.param("reference", recipe, 64) for recipe in ("token", "paper", "mixed")),
-    *(pytest.param("triton", recipe, head_dim, marks=of_a_gpu)
+    *(pytest.param("triton", recipe, head_dim, marks=on_gpu)
       for recipe, head_dim in (("token", 72), ("token", 128), ("paper", 64))),
     *(pytest.param("hopper", "mixed", head_dim, marks=needs_hopper) for head_dim in (64, 128, 192, 256)),
 ])  # fmt: skip

@@ -14,7 +14,7 @@ from lab import __main__ as cli
 from lab.studies import gaussian
 from sagebwd.cli import main as library
 from sagebwd.diagnostics import models
-from tests.commands import ROOT, runner, started, without_defaults
+from tests.commands import ROOT, runner, started, without, without_defaults
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ variants:
 def test_help_lists_the_commands():
     outcome = started("lab", "--help")
     assert outcome.returncode == 0
-    names = ("pretrain", "compare", "seeds", "gaps", "tokenize", "finetune", "task", "gaussian", "bench-training")
+    names = ("pretrain", "compare", "seeds", "gaps", "tokenize", "continue", "gaussian", "bench-training")
     assert all(name in outcome.stdout for name in names)
 
 
-@pytest.mark.parametrize("name", ["gaussian", "finetune", "bench-training"])
+@pytest.mark.parametrize("name", ["gaussian", "continue", "bench-training"])
 def test_help_has_the_defaults_that_its_texts_name(name, command, monkeypatch):
     assert not without_defaults(cli.app, name, command, monkeypatch)
 
@@ -115,37 +115,6 @@ def test_compare_writes_its_report(command, config, tmp_path):
     assert "holds no comparison.json" in err
 
 
-def test_a_task_is_made_and_fine_tuned_on(command, tmp_path):
-    paragraphs = [" ".join(f"w{place}x{word}" for word in range(25)) for place in range(200)]
-    documents = ["\n\n".join(paragraphs[start : start + 4]) for start in range(0, 200, 4)]
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("".join(f"{text}\n<|endoftext|>\n" for text in documents), encoding="utf-8")
-    code, out, _ = command(
-        "task", "order", "--source", corpus, "--output", tmp_path, "--examples", 16, "--held-out-examples", 4,
-        "--held-out-share", 0.3,
-    )  # fmt: skip
-    assert code == 0
-    assert "train.jsonl: 16 examples" in out
-    config = tmp_path / "order.yaml"
-    config.write_text(
-        f"""
-model: {{layers: 1, width: 32, heads: 2, mlp_width: 32}}
-data: {{train: {tmp_path}/train.jsonl, held_out: {tmp_path}/held_out.jsonl, tokenizer: bytes, max_tokens: 64}}
-variants:
-  full precision: {{attention.recipe: sdpa}}
-  token: {{attention.recipe: token}}
-""",
-        encoding="utf-8",
-    )
-    arguments = ("finetune", "--config", config, "--output", tmp_path / "out", "--set", "logging.keep_model=false")
-    code, out, _ = command(*arguments)
-    assert code == 0
-    assert "accuracy on held-out examples" in out
-    code, _, err = command(*arguments)
-    assert code == 2
-    assert "holds 2 of these 2 runs; go on with --resume" in err
-
-
 def test_ctrl_c_is_exit_code_130(config, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "lab", "pretrain", "--config", str(config), "--set",
@@ -171,21 +140,16 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
         (("pretrain", "--config", "CONFIG", "--set", "model.widht=3"), "did you mean model.width"),
         (("pretrain", "--config", "CONFIG", "--resume"), "no whole checkpoint to resume from"),
         (("compare", "--config", "CONFIG", "--only", "nothing"), "there is no variant 'nothing'"),
-        (("finetune", "--config", "missing.yaml"), "there is no such file"),
+        (("continue", "--config", "missing.yaml"), "there is no such file"),
         (
-            ("finetune", "--config", "CONFIG"),
-            "run.yaml: a config of `python -m lab` pretrain, compare, seeds and tokenize; expected one of finetune",
+            ("continue", "--config", "CONFIG"),
+            "run.yaml: a config of `python -m lab` pretrain, compare, seeds and tokenize; expected one of continue",
         ),
         (
-            ("pretrain", "--config", ROOT / "configs" / "finetune" / "subject.yaml"),
-            "subject.yaml: a config of `python -m lab` finetune; expected one of pretrain, compare, seeds",
+            ("pretrain", "--config", ROOT / "configs" / "continued" / "smollm2.yaml"),
+            "smollm2.yaml: a config of `python -m lab` continue; expected one of pretrain, compare, seeds",
         ),
         (("seeds", "--config", "CONFIG", "--seeds", "5-3"), "seeds='5-3': 5-3 is empty"),
-        (("continue", "--config", "CONFIG"), "expected one of continue"),
-        (
-            ("task", "sorting", "--source", "x.txt"),
-            "task='sorting' is not known; accepted: continuation, subject, order, neighbours",
-        ),
         (("bench-training", "--device", "tpu"), "device='tpu' is not known"),
         (
             ("bench-training", "--device", "cpu", "--by-layer", "--reduce-overhead"),
@@ -196,7 +160,7 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, arguments, message):
     arguments = [config if argument == "CONFIG" else argument for argument in arguments]
-    if arguments[0] in ("pretrain", "compare", "finetune", "task"):
+    if arguments[0] in ("pretrain", "compare", "continue"):
         arguments += ["--output", tmp_path / "out"]
     code, _, err = command(*arguments)
     assert code == 2
@@ -208,17 +172,13 @@ def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, argume
     [
         ("pretrain", "--config", "configs/demo.yaml", "--set", "model.widht=3"),
         ("compare", "--config", "configs/demo.yaml", "--set", "variants.token={'model.widht': 3}"),
-        ("finetune", "--config", "configs/finetune/subject.yaml", "--set", "data.trian=x"),
+        ("continue", "--config", "configs/continued/smollm2.yaml", "--set", "data.trian=x"),
         ("continue", "--config", "configs/demo.yaml"),
         ("bench-training", "--config", "configs/demo.yaml", "--set", "model.width=wide"),
     ],
 )
 def test_a_mistake_in_a_config_is_found_before_torch_is_imported(arguments):
-    program = "import sys; sys.modules['torch'] = None; from lab.__main__ import main; main()"
-    outcome = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )  # fmt: skip
+    outcome = without("torch", "from lab.__main__ import main; main()", *arguments)
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith("lab: config")
     assert len(outcome.stderr.splitlines()) == 1
@@ -267,10 +227,6 @@ def test_trace_reads_texts_by_the_tokeniser_of_a_run(command, sagebwd, config, t
 
 
 def test_a_missing_extra_is_named():
-    program = "import sys; sys.modules['typer'] = None; import lab.__main__"
-    outcome = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )  # fmt: skip
+    outcome = without("typer", "import lab.__main__")
     assert outcome.returncode == 1
     assert "pip install '.[lab]'" in outcome.stderr

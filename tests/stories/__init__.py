@@ -10,13 +10,14 @@ and bench: `make package`, tests/cli and tests/benchmarks.
 import pytest
 import torch
 
+from tests.gpus import HAS_HOPPER
+
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def low_precision(device):
     """The recipe that "auto" runs on a device where it does not hand the call to torch."""
-    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    return "mixed" if hopper else "token"
+    return "mixed" if device == "cuda" and HAS_HOPPER else "token"
 
 
 def randn(*shape, seed=0, dtype=torch.float32, device="cpu"):

@@ -1,9 +1,7 @@
 """Stories 1, 7, 8 and 9: attention itself."""
 
-import json
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -131,13 +129,6 @@ def test_story_8_compile_and_opcheck(device):
     assert compilations <= 2
 
 
-COMPILATIONS = f"""
-import runpy, sys
-sys.path.append({str(Path(__file__).parents[2])!r})
-runpy.run_module("tests.kernels.compilations", run_name="__main__", alter_sys=True)
-"""
-
-
 @pytest.mark.parametrize(
     ("arch", "head_dim", "recipe", "layout", "again"),
     [
@@ -152,14 +143,13 @@ runpy.run_module("tests.kernels.compilations", run_name="__main__", alter_sys=Tr
         ("hopper", 128, "mixed", "packed", 0),
     ],
 )
-def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, layout, again, tmp_path):
+def test_story_8_other_lengths_compile_and_tune_nothing(arch, head_dim, recipe, layout, again):
     """“30 different seqlens: <= 2 recompiles, no autotune after warm-up”, by Triton's own cache keys; needs no GPU."""
     lengths = [1024, 1001, 1, 7, 16, 17, 40, 63, 64, 65, 96, 100, 127, 128, 129, 160, 192, 200, 255, 256, 300, 333]
     lengths += [384, 400, 512, 640, 777, 1000, 1023, 1536]
     assert len(set(lengths)) == 30
-    result = programs.run(COMPILATIONS, tmp_path, arch, str(head_dim), recipe, layout, *map(str, lengths))
-    assert result.returncode == 0, result.stderr[-3000:]
-    first, ragged, *others = [json.loads(line) for line in result.stdout.splitlines()]
+    call = arch, str(head_dim), recipe, layout
+    first, ragged, *others = programs.compiled("tests.kernels.compilations", *call, *map(str, lengths))
     backward = {"backward_kernel"} if recipe == "mixed" else {"dkdv_kernel", "dq_kernel"}
     assert {"forward_kernel", *backward} <= set(first["compiled"])
     assert len(ragged["compiled"]) == again

@@ -29,6 +29,14 @@ def test_what_passed_is_left_out_and_no_test_runs_twice():
         assert gpu_suite.wanted(test, which, {test + "z": PASSED})
 
 
+def test_the_second_run_is_left_out_where_no_test_is_alone():
+    for test in ("tests", "tests/test_floors.py", "tests/stories", "tests/test_floors.py::test_x[1]"):
+        assert gpu_suite.has_alone([test])
+        assert gpu_suite.has_alone(["tests/kernels", test])
+    assert gpu_suite.has_alone([])
+    assert not gpu_suite.has_alone(["tests/kernels", "tests/test_float8.py"])
+
+
 def test_the_last_outcome_with_this_code_counts(tmp_path):
     path = tmp_path / "outcomes.jsonl"
     lines = [("a", "x", "passed"), ("b", "x", "failed"), ("b", "y", "passed"), ("b", "x", "passed")]

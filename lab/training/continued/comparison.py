@@ -15,8 +15,9 @@ from lab.training import kernel_commit, packed
 from lab.training.config import FULL_PRECISION
 from lab.training.continued import workers
 from lab.training.continued.config import Continued, rate_folder
-from lab.training.run_dir import COMPARISON, digest_in, end_of, read_metrics, refuse_single, write_whole
+from lab.training.run_dir import COMPARISON, digest_in, end_of, read_metrics, refuse_single
 from sagebwd.cli.results import commit
+from sagebwd.environment import write_whole
 
 LOSS, IN_FULL = "held_out_loss", "held_out_loss_in_full_precision"
 

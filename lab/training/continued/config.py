@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from lab.training.config import FULL_PRECISION, SDPA, Attention, Settings, build, check_seeds
+from lab.training.config import SDPA, Attention, Settings, build, check_seeds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Continued(Settings):
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""
         known = {"optimisation.precision": ("bf16", "fp32"), "optimisation.schedule": ("cosine", "constant")}
-        self.check_known(known, FULL_PRECISION)
+        self.check_known(known)
         self.check_numbers()
         check_seeds(self.seeds)
         if self.attention.fuse:

@@ -28,9 +28,10 @@ from lab.training.config import FULL_PRECISION, SDPA, Attention
 from lab.training.continued import tokens
 from lab.training.continued.config import Continued, fingerprint
 from lab.training.pretrain import environment
-from lab.training.run_dir import CONFIG, DIVERGED, METRICS, RESULT, write_whole
+from lab.training.run_dir import CONFIG, DIVERGED, METRICS, RESULT
 from sagebwd.auto.counts import counts
 from sagebwd.diagnostics.models import load_model
+from sagebwd.environment import write_whole
 from sagebwd.integrations import transformers as integration
 
 UNFINISHED = "unfinished.json"

@@ -1,4 +1,4 @@
-"""Errors of a trained model's heads and of its weights' gradients."""
+"""Errors of the gradients of a trained model's weights."""
 
 import json
 import math
@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sagebwd.diagnostics.capture import capture
 from sagebwd.diagnostics.models import load_model, text_windows
-from sagebwd.masks.band import Band
-from tools import trained_gradients, trained_heads
+from tools import trained_gradients
 
 
 def test_the_command(folder, capsys):
@@ -118,34 +116,6 @@ def test_error_and_slope_of_each_layer():
     }
     assert of["q_proj"] == {"error": pytest.approx((1 / 20) ** 0.5), "slope": pytest.approx(-4 / 20)}
     assert of["all"]["slope"] == pytest.approx(-4 / 30)
-
-
-def test_the_command_of_heads(folder, capsys):
-    output = folder / "found.json"
-    command = [str(folder / "model"), str(folder / "text.txt"), "--tokens", "96", "--windows", "2", "--layer", "1"]
-    assert trained_heads.main([*command, "--recipe", "full", "--recipe", "token", "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["window"], row["layer"]) for row in rows] == [(0, 1), (1, 1)]
-    for row in rows:
-        for name in trained_heads.OUTPUTS:
-            assert 0 < row["errors"]["full"][name] < 0.02
-            assert 0 < row["errors"]["token"][name] < 0.2
-    printed = capsys.readouterr().out
-    columns = [row["errors"]["token"]["o"] for row in rows]
-    assert f"{math.sqrt(sum(x * x for x in columns) / 2):.4f}" in printed
-
-
-def test_a_layer_is_that_of_autograd(folder):
-    model = load_model(folder / "model")
-    (ids,) = text_windows(model, folder / "model", folder / "text.txt", 64)
-    (call,) = capture(model, ids, layers=[0])
-    tensors = trained_heads.in_bf16(call)
-    exact, weights = trained_heads.exact_layer(call, tensors, Band.of(True, -1, -1))
-    q, k, v, do = (x.double().requires_grad_() for x in tensors)
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
-    for name, expected in zip(trained_heads.OUTPUTS, (o, *torch.autograd.grad(o, (q, k, v), do))):
-        torch.testing.assert_close(exact[name], expected.detach())
-    assert weights.sum().item() == pytest.approx(1)
 
 
 def test_means_over_windows_are_those_of_all():

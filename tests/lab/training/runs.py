@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import multiprocessing
 import os
 import random
@@ -12,54 +12,38 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-import pytest
 
 from lab.training import run_dir
 from lab.training.config import Config
 
 
 def losses(output: Path) -> dict[tuple[int, str], float]:
-    """Losses and gradient norms by step and name."""
+    """Losses, gradient norms and largest logits by step and name."""
     return {
         (line["step"], key): line[key]
         for line in run_dir.read_metrics(output)
-        for key in ("loss", "grad_norm", "held_out_loss")
+        for key in ("loss", "grad_norm", "held_out_loss", "largest_logit")
         if key in line
     }
 
 
-@contextmanager
-def interrupted(record: type, step: int, chosen: Callable[[object], bool] = lambda record: True) -> Iterator[None]:
-    """Inside, Ctrl-C ends a run that has logged ``step``; of those whose ``record``, its callback, is chosen."""
-    real = record.on_log
-
-    def on_log(self, args, state, control, **kwargs):
-        real(self, args, state, control, **kwargs)
-        if state.global_step == step and chosen(self):
-            raise KeyboardInterrupt
-
-    record.on_log = on_log
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        record.on_log = real
-
-
-def lose(monkeypatch: pytest.MonkeyPatch, trainer: type, chosen: Callable[[object], bool]) -> None:
-    """The loss of a step is NaN where the trainer is chosen."""
-    real = trainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        loss = real(self, *args, **kwargs)
-        return loss * math.nan if chosen(self) else loss
-
-    monkeypatch.setattr(trainer, "training_step", training_step)
+def write_run(output: Path, config: Config, loss: float, environment: dict[str, str]) -> None:
+    """What a run of 8 steps leaves that has ended with a held-out loss."""
+    output.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": 1, "tokens": 256, "loss": loss + 1, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 5.0,
+         "seconds": 1.0},
+        {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
+    ]  # fmt: skip
+    (output / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {
+        "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0, "steps": 8,
+        "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0, "environment": environment,
+    }  # fmt: skip
+    (output / run_dir.RESULT).write_text(json.dumps(result))
 
 
 def cut_after(step: int, finished: Path, output: Path) -> None:

@@ -9,7 +9,8 @@ from rich.console import Console
 from lab.training import compare as comparison
 from lab.training import pretrain, run_dir
 from lab.training.report import Run, gap, smoothed
-from tests.lab.training.runs import interrupted, lose, losses
+from tests.lab.training.faults import interrupted, lose
+from tests.lab.training.runs import losses, write_run
 
 LOSSES = {"sdpa": 2.0, "token": 2.001, "paper": 2.01}
 
@@ -34,20 +35,7 @@ def calls(monkeypatch):
 
     def run(config, output, resume=False):
         calls.append((output.name, resume))
-        output.mkdir(parents=True, exist_ok=True)
-        loss = LOSSES[config.attention.recipe]
-        lines = [
-            {"step": 1, "tokens": 256, "loss": loss + 1, "grad_norm": 1.0, "learning_rate": 0.1, "tokens_per_s": 5.0,
-             "seconds": 1.0},
-            {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0},
-        ]  # fmt: skip
-        (output / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        result = {
-            "digest": config.digest(), "held_out_loss": loss, "train_loss": loss + 0.1, "largest_logit": 3.0,
-            "steps": 8, "tokens": 2048, "parameters": 1000, "seconds": 2.0, "tokens_per_s": 1024.0,
-            "environment": {"torch": "x", "device": "<somewhere> & elsewhere"},
-        }  # fmt: skip
-        (output / run_dir.RESULT).write_text(json.dumps(result))
+        write_run(output, config, LOSSES[config.attention.recipe], {"torch": "x", "device": "<somewhere> & elsewhere"})
 
     monkeypatch.setattr(pretrain, "run", run)
     return calls
@@ -106,7 +94,7 @@ def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_pa
     def is_broken(trainer):
         return trainer.model.config._attn_implementation == "sagebwd" and trainer.state.global_step >= 5
 
-    lose(monkeypatch, pretrain._Trainer, is_broken)
+    lose(monkeypatch, is_broken)
     variants = {"token": {}, "full precision": {"attention.recipe": "sdpa"}}
     config = config.replace({"variants": variants})
     token, full = comparison.compare(config, tmp_path / "out")
@@ -152,7 +140,7 @@ def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, 
 def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path):
     config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
     whole = comparison.compare(config, tmp_path / "whole")
-    with interrupted(pretrain._Record, 5, lambda record: record.config.attention.recipe == "token"):
+    with interrupted(5, lambda record: record.config.attention.recipe == "token"):
         comparison.compare(config, tmp_path / "broken")
     resumed = comparison.compare(config, tmp_path / "broken")
     assert [x.held_out_loss for x in resumed] == [x.held_out_loss for x in whole]

@@ -11,8 +11,7 @@ from lab.training.config import FULL_PRECISION, Config, load
 from sagebwd.recipe import Recipe
 
 ROOT = Path(__file__).parents[3] / "configs"
-OTHERS = {path for kind in ("finetune", "continued") for path in (ROOT / kind).iterdir()}  # of other kinds
-CONFIGS = sorted(set(ROOT.rglob("*.yaml")) - OTHERS)
+CONFIGS = sorted(set(ROOT.rglob("*.yaml")) - set((ROOT / "continued").iterdir()))  # which are of another kind
 
 
 def write(path, content):

@@ -14,7 +14,7 @@ from sagebwd.diagnostics.capture import capture
 from sagebwd.diagnostics.monitor import AttentionMonitor, choose_heads, ladder, worst_head
 from sagebwd.diagnostics.trace import measure
 from sagebwd.recipe import Recipe
-from tests.lab.training.runs import interrupted
+from tests.lab.training.faults import interrupted
 
 pytestmark = [pytest.mark.rounding, pytest.mark.filterwarnings("ignore:attention monitor")]
 
@@ -220,7 +220,7 @@ def test_a_move_changes_what_the_layer_computes(model_and_ids):
 def test_recipes_survive_a_checkpoint_and_a_resumed_run_is_one_never_stopped(watched, tmp_path, outlier):
     config = watched.replace({"monitor.precision": "auto", "monitor.checks": 1})
     pretrain.run(config, tmp_path / "whole")
-    with interrupted(pretrain._Record, 5):
+    with interrupted(5):
         pretrain.run(config, tmp_path / "broken")
     state = json.loads((tmp_path / "broken" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"][monitoring.STATE]["layers"]["1"]["recipe"] != "token"

@@ -13,16 +13,8 @@ import yaml
 
 from lab.training import pretrain
 from lab.training.model import build
-from tests.lab.training.runs import interrupted, lose
-
-
-def metrics(folder):
-    return {
-        (line["step"], key): line[key]
-        for line in pretrain.read_metrics(folder)
-        for key in ("loss", "grad_norm", "held_out_loss", "largest_logit")
-        if key in line
-    }
+from tests.lab.training.faults import interrupted, lose
+from tests.lab.training.runs import losses
 
 
 @pytest.mark.rounding
@@ -35,7 +27,7 @@ def test_a_run_learns_and_says_what_it_did(tiny, tmp_path, recipe, qk_norm):
         pretrain.run(config, tmp_path / "run")
     warned = any("without QK-norm INT8 attention can diverge" in str(one.message) for one in caught)
     assert warned == (recipe == "token" and not qk_norm)
-    lines = metrics(tmp_path / "run")
+    lines = losses(tmp_path / "run")
     assert lines[8, "loss"] < lines[1, "loss"] - 0.5
     assert lines[8, "held_out_loss"] < lines[4, "held_out_loss"]
     assert all(math.isfinite(value) for value in lines.values())
@@ -55,7 +47,7 @@ def test_same_weights_and_data_whatever_the_attention(tiny, tmp_path):
     for recipe in ("sdpa", "token"):
         config = tiny.replace({"attention.recipe": recipe, "optimisation.steps": 1})
         pretrain.run(config, tmp_path / recipe)
-        first[recipe] = metrics(tmp_path / recipe)[1, "loss"]
+        first[recipe] = losses(tmp_path / recipe)[1, "loss"]
     assert first["token"] == pytest.approx(first["sdpa"], abs=1e-3)
     assert first["token"] != first["sdpa"]
     weights = [dict(build(tiny.replace({"attention.recipe": r}), 257).named_parameters()) for r in ("sdpa", "paper")]
@@ -66,14 +58,14 @@ def test_same_weights_and_data_whatever_the_attention(tiny, tmp_path):
 def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, recipe):
     config = tiny.replace({"attention.recipe": recipe})
     pretrain.run(config, tmp_path / "whole")
-    with interrupted(pretrain._Record, 5):
+    with interrupted(5):
         pretrain.run(config, tmp_path / "broken")
     assert [path.name for path in pretrain.checkpoints(tmp_path / "broken")] == ["checkpoint-2", "checkpoint-4"]
     before = {
         line["step"]: line["seconds"] for line in pretrain.read_metrics(tmp_path / "broken") if "seconds" in line
     }
     pretrain.run(config, tmp_path / "broken", resume=True)
-    assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     after = {line["step"]: line["seconds"] for line in pretrain.read_metrics(tmp_path / "broken") if "seconds" in line}
     assert after[4] == before[4], "of the first part"
     result = json.loads((tmp_path / "broken" / "result.json").read_text())
@@ -83,16 +75,16 @@ def test_stopped_and_resumed_is_never_stopped(tiny, tmp_path, recipe):
 
 @pytest.mark.rounding
 def test_accumulation_does_not_change_the_loss(tiny, tmp_path):
-    losses = []
+    found = []
     for micro_batch in (8, 2):
         config = tiny.replace({"optimisation.micro_batch": micro_batch, "attention.recipe": "sdpa"})
         pretrain.run(config, tmp_path / str(micro_batch))
-        losses.append(metrics(tmp_path / str(micro_batch))[8, "loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        found.append(losses(tmp_path / str(micro_batch))[8, "loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
-    lose(monkeypatch, pretrain._Trainer, lambda trainer: trainer.state.global_step >= 5)
+    lose(monkeypatch, lambda trainer: trainer.state.global_step >= 5)
     with pytest.raises(pretrain.TrainingStopped, match=r"loss \(nan\) is not finite at step 6.*checkpoint-4"):
         pretrain.run(tiny, tmp_path / "run")
     assert [path.name for path in pretrain.checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4"]
@@ -136,12 +128,12 @@ def test_a_full_disk_leaves_no_half_checkpoint(tiny, tmp_path, monkeypatch, erro
 
 
 def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path):
-    with interrupted(pretrain._Record, 5):
+    with interrupted(5):
         pretrain.run(tiny, tmp_path / "run")
     (tmp_path / "run" / "checkpoint-4" / pretrain.COMPLETE).unlink()
     pretrain.run(tiny, tmp_path / "run", resume=True)
     pretrain.run(tiny, tmp_path / "whole")
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path, monkeypatch):
@@ -159,13 +151,13 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path,
     pretrain.run(config, tmp_path / "run", resume=True)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-8"]
     pretrain.run(config, tmp_path / "whole")
-    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_folders_that_hold_something_else(tiny, tmp_path):
     with pytest.raises(ValueError, match="no whole checkpoint to resume from"):
         pretrain.run(tiny, tmp_path / "run", resume=True)
-    with interrupted(pretrain._Record, 3):
+    with interrupted(3):
         pretrain.run(tiny, tmp_path / "run")
     with pytest.raises(ValueError, match="unfinished; go on with --resume"):
         pretrain.run(tiny, tmp_path / "run")
@@ -193,9 +185,9 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
     full = tiny.replace({"attention.recipe": "sdpa", "monitor.every": 1})
     mixed = full.replace({"attention.recipe": "mixed"})
     pretrain.run(full, tmp_path / "whole")
-    with interrupted(pretrain._Record, 5):
+    with interrupted(5):
         pretrain.run(full, tmp_path / "run")
-    with interrupted(pretrain._Record, 7):
+    with interrupted(7):
         pretrain.run(mixed, tmp_path / "run", resume=True)
     pretrain.run(full, tmp_path / "run", resume=True)
 
@@ -207,7 +199,7 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
     assert result["switched"] == switched
     assert result["digest"] not in (full.digest(), mixed.digest())
 
-    here, whole = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
+    here, whole = losses(tmp_path / "run"), losses(tmp_path / "whole")
     for step in range(1, 5):
         assert here[step, "loss"] == whole[step, "loss"]
     assert 0 < abs(here[5, "loss"] - whole[5, "loss"]) < 0.05, "the same weights, another attention"
@@ -218,7 +210,7 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
 
 def test_not_under_automatic_precision(tiny, tmp_path):
     automatic = tiny.replace({"monitor.every": 2, "monitor.precision": "auto"})
-    with interrupted(pretrain._Record, 5):
+    with interrupted(5):
         pretrain.run(automatic, tmp_path / "run")
     with pytest.raises(ValueError, match=r"attention\.recipe cannot change on --resume under monitor\.precision=auto"):
         pretrain.run(automatic.replace({"attention.recipe": "mixed"}), tmp_path / "run", resume=True)

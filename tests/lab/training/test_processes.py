@@ -1,7 +1,6 @@
 """The same run on one process and on two, by accelerate or as torchrun would, whole or divided by FSDP, over gloo."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -146,25 +145,6 @@ def test_killed_three_times_and_resumed_by_another_number_of_processes(config, t
         assert not (broken / run_dir.RESULT).exists()
     finish(start(config, broken, 2, resume=True))
     assert losses(broken) == pytest.approx(losses(tmp_path / "unbroken"), rel=1e-4)
-
-
-def write_often(path, start):
-    start.wait()
-    for _ in range(300):
-        run_dir.write_whole(path, "content\n" * 100)
-
-
-def test_processes_that_write_one_file_at_once_do_not_disturb_each_other(tmp_path):
-    context = multiprocessing.get_context("fork")
-    start = context.Event()
-    writers = [context.Process(target=write_often, args=(tmp_path / "file", start)) for _ in range(2)]
-    for writer in writers:
-        writer.start()
-    start.set()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_two_processes_compare_as_one(config, forked, tmp_path):

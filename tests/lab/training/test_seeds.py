@@ -1,12 +1,11 @@
 """Pairs of runs over seeds: what is trained, what is kept when time is up, and what counts."""
 
-import json
-
 import pytest
 
 from lab.training import packed, parallel_runs, run_dir, seeds
 from lab.training.gaps import gaps
 from lab.training.run_dir import COMPARISON
+from tests.lab.training.runs import write_run
 
 LOSSES = {"sdpa": 2.0, "mixed": 2.01}
 
@@ -29,16 +28,7 @@ def trained(monkeypatch):
 
     def train(runs, output, jobs, seconds, ended):
         for name, config in list(runs.items())[: names.most]:
-            folder = output / name
-            folder.mkdir(parents=True)
-            loss = LOSSES[config.attention.recipe] + config.seed
-            line = {"step": 8, "tokens": 2048, "held_out_loss": loss, "largest_logit": 3.0}
-            (folder / run_dir.METRICS).write_text(json.dumps(line) + "\n")
-            result = {
-                "digest": config.digest(), "held_out_loss": loss, "train_loss": loss, "largest_logit": 3.0, "steps": 8,
-                "seconds": 2.0, "tokens_per_s": 1024.0, "environment": {"commit": "2534d87"},
-            }  # fmt: skip
-            (folder / run_dir.RESULT).write_text(json.dumps(result))
+            write_run(output / name, config, LOSSES[config.attention.recipe] + config.seed, {"commit": "2534d87"})
             names.append(name)
             ended(name)
 
