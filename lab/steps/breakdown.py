@@ -29,7 +29,7 @@ PACKAGE = Path(sagebwd.__file__).parent
 OF_PASSES = {"common", "operands", "operands.py", "masks", "sinks.py", "norm_rope.py"}
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
-    r"(Sage|NormRope)Attention(Backward)?|sagebwd::((qk_norm_rope_)?attention|flash_attention_4)(_backward)?"
+    r"_?(Sage|NormRope)Attention(Backward)?|sagebwd::((qk_norm_rope_)?attention|flash_attention_4)(_backward)?"
     r"|aten::_scaled_dot_product_\w+"
 )
 ATTENTION = re.compile(
