@@ -259,6 +259,27 @@ def test_low_precision_gives_values_in_a_hole(recipe):
     assert 0 < relative_l2(ours[2], exact[2]) < 0.1
 
 
+@pytest.mark.parametrize("recipe", ["token", "paper"])
+def test_padding_is_nothing_to_real_tokens_beside_holes(recipe):
+    """Scales of several queries, as `paper` has, are of real ones."""
+    model, ids = pair(DECODERS["llama"]())[1], tokens(3, 8)
+    model.config.sagebwd = {"recipe": recipe}
+    other = ids.clone()
+    other[1, :2], other[2, -2:] = 3, 4  # no hole: before the first real token, and after the last one
+    assert not torch.equal(ids, other)
+    first, second = (model(input_ids=x, attention_mask=HOLES).logits[HOLES == 1] for x in (ids, other))
+    assert torch.equal(first, second)
+
+
+def test_queries_of_padding_are_zeros_but_for_those_in_a_hole():
+    module = pair(DECODERS["llama"]())[1].model.layers[0].self_attn
+    q, k, v = (torch.randn(3, n, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
+    out, _ = integration.attention(module, q, k, v, mask(3, 8, 8, attention_mask=HOLES.bool()))
+    zeros = torch.zeros(3, 8, dtype=torch.bool)
+    zeros[1, :2] = zeros[2, -2:] = True
+    assert torch.equal((out == 0).all(-1).all(-1), zeros)
+
+
 def check_tuning(kind, name, ids, attention_mask):
     """Gradients of three virtual tokens of a PEFT configuration, beside SDPA's."""
     peft = pytest.importorskip("peft")
