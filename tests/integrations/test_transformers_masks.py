@@ -524,16 +524,16 @@ def test_padding_as_an_older_model_adds_it(side):
     assert_same(pair(layout(), LayoutLMModel, "eager"), attention_mask, input_ids=ids)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.5, -float("inf")])
-def test_what_is_added_beyond_padding_is_sdpas(value):
+@pytest.mark.parametrize("value", [-1.0, 0.5, -float("inf"), False])
+def test_what_a_mask_of_keys_says_is_sdpas(value):
     outcomes = []
     for model in pair(DECODERS["llama"]()):
         module = model.model.layers[0].self_attn
         q, k, v = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
-        added = torch.zeros(2, 1, 1, 6)
-        added[0, ..., 2:] = value
+        made = torch.ones(2, 1, 1, 6, dtype=torch.bool) if value is False else torch.zeros(2, 1, 1, 6)
+        made[0, ..., 2:] = value
         call = integration.attention if model.config._attn_implementation == "sagebwd" else sdpa_attention_forward
-        outcomes.append(call(module, q, k[:, :2], v[:, :2], added)[0])
+        outcomes.append(call(module, q, k[:, :2], v[:, :2], made)[0])
     assert relative_l2(*outcomes) < 1e-5
 
 
