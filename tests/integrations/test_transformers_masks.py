@@ -259,6 +259,27 @@ def test_low_precision_gives_values_in_a_hole(recipe):
     assert 0 < relative_l2(ours[2], exact[2]) < 0.1
 
 
+@pytest.mark.parametrize("recipe", ["token", "paper"])
+def test_padding_is_nothing_to_real_tokens_beside_holes(recipe):
+    """Scales of several queries, as `paper` has, are of real ones."""
+    model, ids = pair(DECODERS["llama"]())[1], tokens(3, 8)
+    model.config.sagebwd = {"recipe": recipe}
+    other = ids.clone()
+    other[1, :2], other[2, -2:] = 3, 4  # no hole: before the first real token, and after the last one
+    assert not torch.equal(ids, other)
+    first, second = (model(input_ids=x, attention_mask=HOLES).logits[HOLES == 1] for x in (ids, other))
+    assert torch.equal(first, second)
+
+
+def test_queries_of_padding_are_zeros_but_for_those_in_a_hole():
+    module = pair(DECODERS["llama"]())[1].model.layers[0].self_attn
+    q, k, v = (torch.randn(3, n, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
+    out, _ = integration.attention(module, q, k, v, mask(3, 8, 8, attention_mask=HOLES.bool()))
+    zeros = torch.zeros(3, 8, dtype=torch.bool)
+    zeros[1, :2] = zeros[2, -2:] = True
+    assert torch.equal((out == 0).all(-1).all(-1), zeros)
+
+
 def check_tuning(kind, name, ids, attention_mask):
     """Gradients of three virtual tokens of a PEFT configuration, beside SDPA's."""
     peft = pytest.importorskip("peft")
@@ -503,16 +524,16 @@ def test_padding_as_an_older_model_adds_it(side):
     assert_same(pair(layout(), LayoutLMModel, "eager"), attention_mask, input_ids=ids)
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.5, -float("inf")])
-def test_what_is_added_beyond_padding_is_sdpas(value):
+@pytest.mark.parametrize("value", [-1.0, 0.5, -float("inf"), False])
+def test_what_a_mask_of_keys_says_is_sdpas(value):
     outcomes = []
     for model in pair(DECODERS["llama"]()):
         module = model.model.layers[0].self_attn
         q, k, v = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
-        added = torch.zeros(2, 1, 1, 6)
-        added[0, ..., 2:] = value
+        made = torch.ones(2, 1, 1, 6, dtype=torch.bool) if value is False else torch.zeros(2, 1, 1, 6)
+        made[0, ..., 2:] = value
         call = integration.attention if model.config._attn_implementation == "sagebwd" else sdpa_attention_forward
-        outcomes.append(call(module, q, k[:, :2], v[:, :2], added)[0])
+        outcomes.append(call(module, q, k[:, :2], v[:, :2], made)[0])
     assert relative_l2(*outcomes) < 1e-5
 
 
