@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from sagebwd.kernels.runtime.cuda import CudaKernel, CudaLaunch
-from sagebwd.kernels.runtime.ffi import Function, Packed
+from sagebwd.kernels.runtime.cuda import CudaLaunch
+from sagebwd.kernels.runtime.ffi import Packed
 
 # Encoded descriptors kept of each argument: a training step has some memory after memory, the next the same again.
 MOST_DESCRIPTORS = 256
@@ -104,21 +104,18 @@ class TritonLauncher:
         )  # fmt: skip
 
 
-Launcher = Interpreted | PackedLauncher | TritonLauncher
+class Copy:
+    """A copy between tensors of given places."""
+
+    def __init__(self, to: Place, x: Place) -> None:
+        self.to, self.x = to, x
+
+    def start(self, addresses: list[int], tensors: list[Tensor], stream: int) -> None:
+        """Copy on the current stream."""
+        self.to.of(tensors).copy_(self.x.of(tensors))
 
 
-def launcher_of(
-    compiled: Any, kernel: Any, grid: tuple[int, ...], arguments: tuple, placed: list, options: dict[str, Any],
-    device: torch.device,
-) -> Launcher:  # fmt: skip
-    """The launcher of a kernel, compiled or None for one that is interpreted; placed: the arguments with places."""
-    if compiled is None:
-        return Interpreted(kernel, grid, placed, options)
-    if isinstance(compiled, (Function, CudaKernel)):
-        places = [place for x, place in zip(arguments, placed) if isinstance(x, Tensor)]
-        return PackedLauncher(compiled.laid_out(grid, arguments, device), places)
-    constants = [options[x] for x in kernel.arg_names[len(arguments) :]]
-    return TritonLauncher(compiled, (*grid, 1, 1), [*placed, *constants])
+Launcher = Interpreted | PackedLauncher | TritonLauncher | Copy
 
 
 def _filler(arguments: list, of_tensors: bool = False) -> Callable[[list], list]:

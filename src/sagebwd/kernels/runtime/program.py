@@ -24,7 +24,15 @@ from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
 from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.device import clear, current_stream
 from sagebwd.kernels.runtime.ffi import Function
-from sagebwd.kernels.runtime.launchers import Descriptor, Launcher, Place, launcher_of
+from sagebwd.kernels.runtime.launchers import (
+    Copy,
+    Descriptor,
+    Interpreted,
+    Launcher,
+    PackedLauncher,
+    Place,
+    TritonLauncher,
+)
 
 # A launch that takes longer than this on the host is one that compiles.
 COMPILING_SECONDS = 0.5
@@ -248,7 +256,14 @@ class Program:
         if len(step) == 2:
             return Copy(*map(self._placed, step))
         made, kernel, grid, arguments, options = step
-        return launcher_of(made, kernel, grid, arguments, [*map(self._placed, arguments)], options, self.device)
+        placed = [*map(self._placed, arguments)]
+        if made is None:
+            return Interpreted(kernel, grid, placed, options)
+        if isinstance(made, (Function, CudaKernel)):
+            places = [place for x, place in zip(arguments, placed) if isinstance(x, Tensor)]
+            return PackedLauncher(made.laid_out(grid, arguments, self.device), places)
+        constants = [options[x] for x in kernel.arg_names[len(arguments) :]]
+        return TritonLauncher(made, (*grid, 1, 1), [*placed, *constants])
 
     def _placed(self, x: Any) -> Any:
         """An argument with places for its tensors."""
@@ -263,17 +278,6 @@ class Program:
         if isinstance(getattr(x, "base", None), Tensor):
             return Descriptor(x, self._placed(x.base))
         return x
-
-
-class Copy:
-    """A copy between tensors of given places."""
-
-    def __init__(self, to: Place, x: Place) -> None:
-        self.to, self.x = to, x
-
-    def start(self, addresses: list[int], tensors: list[Tensor], stream: int) -> None:
-        """Copy on the current stream."""
-        self.to.of(tensors).copy_(self.x.of(tensors))
 
 
 def _described(given: Any, inputs: list[Tensor]) -> Any:
