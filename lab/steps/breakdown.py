@@ -3,9 +3,9 @@
 Kernels are told by their names, this project's by the folder that they lie in: what a plan launches
 (`sagebwd.plan`) has no operator that it belongs to. What an operator of attention runs beside them, such as memory
 that is cleared, counts as a pass. Copies and casts are those of the whole step, weights' casts under autocast too:
-what attention adds to them is the difference between two attentions. Norm and rotary embedding by kernels of this
-project are passes; what the model computes of them itself is not attention's. On a CPU, where nothing has kernels,
-operators are counted by their own time.
+what attention adds to them is the difference between two attentions. A fused choice has norm and rotary embedding in
+attention's passes, or where they are composed among its kernels; of others they are the model's own. On a CPU, where
+nothing has kernels, operators are counted by their own time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.timer import wait
 
 PACKAGE = Path(sagebwd.__file__).parent
 # Folders and files whose kernels are passes; those of all others are attention itself.
-OF_PASSES = {"common", "operands", "operands.py", "masks", "sinks.py", "norm_rope.py"}
+OF_PASSES = {"common", "operands", "operands.py", "masks", "sinks.py"}
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
     r"_?(Sage|NormRope)Attention(Backward)?|sagebwd::((qk_norm_rope_)?attention|flash_attention_4)(_backward)?"

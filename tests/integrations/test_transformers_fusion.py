@@ -69,17 +69,20 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padding", ["none", "right", "left", "hole"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fused_model_is_the_unfused(name, padded, monkeypatch):
-    """Norm and rotary embedding are attention's but where padding is taken out between the two."""
-    ids, mask = padded_batch("right")
-    mask = mask if padded else torch.ones_like(mask)
+def test_a_fused_model_is_the_unfused(name, padding, monkeypatch):
+    """Norm and rotary embedding are attention's but where a row with a hole has queries of padding hidden."""
+    ids, mask = padded_batch("left" if padding == "left" else "right")
+    if padding in ("none", "hole"):
+        mask = torch.ones_like(mask)
+    if padding == "hole":
+        mask[1, 30:40] = 0
     seen = calls(monkeypatch)
     plain = run(build(name, fuse=False), ids, mask)
     assert not seen.eps
     fused = run(build(name, fuse=True), ids, mask)
-    assert (seen.rows, seen.whole) == ((2, 0) if padded else (0, 2))
+    assert (seen.rows, seen.whole) == ((2, 0) if padding == "hole" else (0, 2))
     assert [eps is not None for eps in seen.eps] == [name in ("Qwen3", "Gemma3Text", "Glm4Moe")] * 2
     for a, e in zip(fused, plain):
         assert relative_l2(a, e) < 1e-5

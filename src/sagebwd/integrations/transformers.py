@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial, wraps
 
 import torch
@@ -139,7 +140,7 @@ def attention(
     layer = getattr(module, "layer_idx", None) if has_layers(config) else None
     chosen = settings(config, layer)
     sharing = sharing_of(module)
-    if norm_rope is not None and not (sharing is None and _is_of_whole_rows(mask, query, key, value)):
+    if norm_rope is not None and not (sharing is None and _takes_projections(mask, query, key, value)):
         query, key = qk_norm_rope(query, key, impl=chosen["impl"], **norm_rope)
         norm_rope = None
     if norm_rope is None:
@@ -181,7 +182,7 @@ def attention(
     if wide or not has_values(query) or (itself and mask.has_holes):
         out = _masked(query, key, value, mask.padding, itself, shared)
     else:
-        out = _unpadded(query, key, value, mask, itself, shared)
+        out = _unpadded(query, key, value, mask, itself, norm_rope, shared)
     if itself and has_values(query):
         watch_padding(module, out, mask, causal)
     return out, None
@@ -219,11 +220,14 @@ def _known_mask(
     return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
 
 
-def _is_of_whole_rows(mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether attention is of all tokens as the layer has them, dense or as packed documents, so that what makes its
-    operands may normalise and rotate too: no padding, cache, or mask that is carried; widths that low precision takes.
+def _takes_projections(mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether attention is of tokens as the layer has them, dense or packed, so that what makes its operands may
+    normalise and rotate too: no cache, no padding that is hidden in place, no mask that is carried; widths that low
+    precision takes.
     """
-    if mask is None or mask.continues or mask.padding is not None or isinstance(mask.visible, str):
+    if mask is None or mask.continues or isinstance(mask.visible, str):
+        return False
+    if mask.padding is not None and (not mask.visible.is_banded or not has_values(query) or mask.has_holes):
         return False
     narrow = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
     return narrow and query.dtype == key.dtype == value.dtype
@@ -317,8 +321,9 @@ def _masked(
 
 
 def _unpadded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, shared: dict[str, object]
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, norm_rope: dict[str, object] | None,
+    shared: dict[str, object],
+) -> Tensor:  # fmt: skip
     """A padded batch as packed sequences of its real tokens, each row's without a hole in self-attention.
 
     In self-attention with a band padding comes back as zeros. Otherwise the queries may be another sequence, even
@@ -331,7 +336,11 @@ def _unpadded(
     offsets_q = offsets_k if itself else torch.arange(batch + 1, device=query.device, dtype=torch.int32) * tokens_q
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     packed = (query[real] if itself else query, key[real], value[real])
-    out = sage_attention_varlen(*packed, offsets_q, offsets_k, tokens_q, mask.padding.shape[1], **shared)
+    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch, real))
+    out = attend(
+        *packed, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=tokens_q,
+        max_seqlen_k=mask.padding.shape[1], **shared,
+    )  # fmt: skip
     if itself:
         out = out.new_zeros(batch * tokens_q, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, tokens_q))
@@ -373,6 +382,11 @@ def _packed_offsets(
     return None if found is None else (found[0], found[0], found[1], found[1])
 
 
+def _attend_packed(norm_rope: dict[str, object] | None) -> Callable[..., Tensor]:
+    """`sage_attention_varlen`, of rows or of what projections make."""
+    return sage_attention_varlen if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
+
+
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
     norm_rope: dict[str, object] | None, shared: dict[str, object],
@@ -381,8 +395,6 @@ def _packed(
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     offsets = {"cu_seqlens_q": offsets_q.to(query.device), "cu_seqlens_k": offsets_k.to(query.device)}
     lengths = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(longest_k)}
-    attend = sage_attention_varlen
-    if norm_rope is not None:
-        attend = partial(qk_norm_rope_attention, **fusion.of_packed(norm_rope, batch))
+    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch))
     out = attend(*packed, **offsets, **lengths, **shared)
     return out.unflatten(0, (batch, tokens))

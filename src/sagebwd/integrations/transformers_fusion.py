@@ -234,10 +234,10 @@ def fused_forward(
     return module.o_proj(out.reshape(*shape, -1).contiguous()), weights
 
 
-def of_packed(norm_rope: dict[str, object], batch: int) -> dict[str, object]:
-    """The same of (batch * tokens, heads, head_dim): tables (batch or 1, tokens, R) as (batch * tokens, R)."""
+def of_packed(norm_rope: dict[str, object], batch: int, real: Tensor | None = None) -> dict[str, object]:
+    """The same of (batch * tokens, heads, head_dim), or of its rows ``real``: tables (batch or 1, tokens, R) too."""
     tables = {name: norm_rope[name].expand(batch, -1, -1).flatten(0, 1) for name in ("cos", "sin")}
-    return norm_rope | tables
+    return norm_rope | {name: x if real is None else x[real] for name, x in tables.items()}
 
 
 def _weight_and_eps(module: nn.Module, name: str, form: Form) -> tuple[Tensor | None, float]:
