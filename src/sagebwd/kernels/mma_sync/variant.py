@@ -63,7 +63,7 @@ class Variant(NamedTuple):
         d = self.head_dim
         if self.direction == FORWARD:
             exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
-            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + exchanged
         if self.direction == QUANTIZE:
             return (KEYS + 12) * d
         if self.direction == ROW_VALUES:
