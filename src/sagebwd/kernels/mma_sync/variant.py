@@ -106,8 +106,8 @@ def variant_of(
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate; at 64 sums are spilled
-    product_sums = direction == FORWARD and head_dim == 128 and not little
+    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate
+    product_sums = direction == FORWARD and not little
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned, product_sums)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR)

@@ -10,22 +10,23 @@ constexpr u32 TWO_1152 = 0x64806480;  // FP16: a number added to 1024 + 128 is r
 constexpr float SLACK = 8;  // log2 of how far a row's largest score may be above what its sums are in units of
 constexpr float LOWEST = -3e38f;  // m where nothing is seen: less of it is no NaN
 constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
+constexpr int SCALES = KEYS * 8 + D * 8, TILE = D * KEYS + SCALES;  // bytes, which lie together in memory
 constexpr u32 TOPS_AT = STAGES * STAGE;
 constexpr int ROWS = WARPS * MT * 16;  // of all warps
 constexpr int QUERIES = ROWS / SPLIT, OWN_KEYS = KEYS / SPLIT, OWN_D = D / SPLIT;  // of a thread block, of a warp
+constexpr int AT_ONCE = MT > SPLIT ? 1 : PAIR;  // tiles of 8 columns at a time: products of two tiles of rows do not wait for one another either
 constexpr u32 CODES_AT = TOPS_AT + ROWS * 4, CODES = MT * OWN_KEYS * 16;  // what two warps exchange, CODES bytes each
 static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");
 
 // q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
-// v8_t (heads_k, blocks_k, D, 128): codes of V less its mean, tokens interleaved. v_mean (batch, heads_k, D) or null.
-// scales (heads_k, blocks_k, 64 + D / 2, 4): two keys' scales, then what a sum that starts from MAGIC lacks, times them:
-// of a key that nobody sees, or that is apart, 0 and -inf. Then the same of two channels of V.
+// values (heads_k, blocks_k, TILE) bytes: codes of V less its mean, (D, 128), tokens interleaved; then two keys' scales and
+// what a sum that starts from MAGIC lacks, times them, (64, 4) FP32: of a key that nobody sees, or that is apart, 0 and
+// -inf; then the same of two channels of V, (D / 2, 4). v_mean (batch, heads_k, D) or null.
 // first_values, V of the keys that are apart, less the mean: (batch, heads_k, D) FP32, or (batch, heads_k, D, 16) of 16
 // bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
 KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
-               i64 k_token, const float* k_scale, const float* scales, const i8* v8_t, const float* v_mean,
-               const void* first_values, const int* first_numbers, u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse,
-               const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
+               i64 k_token, const float* k_scale, const u8* values, const float* v_mean, const void* first_values, const int* first_numbers,
+               u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
                i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int batch_head = blockIdx.x / (int)grid, batch = batch_head / (int)heads, head = batch_head % (int)heads, head_k = head / (int)group;
@@ -45,28 +46,24 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
   int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + QUERIES + high);
   end = end > 0 ? (end + KEYS - 1) / KEYS : 0;
-  // of a block a thread copies 16 bytes of every K_TURN-th row of K and V_TURN-th of V, from where these point
-  constexpr int K_TURN = THREADS / (D / 16), V_TURN = THREADS / (KEYS / 16), SCALES = KEYS * 8 + D * 8;
-  static_assert(K_TURN % 8 == 0 && V_TURN % 8 == 0 && SCALES <= THREADS * 16, "the swizzle is every turn's, scales are one");
+  // a thread copies 16 bytes of every K_TURN-th row of K and V_TURN-th of V, from here in the next block
+  constexpr int K_TURN = THREADS / (D / 16), V_TURN = THREADS / (KEYS / 16);
+  static_assert(K_TURN % 8 == 0 && V_TURN % 8 == 0 && SCALES <= THREADS * 16, "the swizzle is every turn's, scales are copied in one");
   const int thread = threadIdx.x, k_row = thread / (D / 16);
   const u32 k_to = base + K_AT + swizzled<D>(k_row, thread % (D / 16)), v_to = base + V_AT + swizzled<KEYS>(thread / 8, thread % 8);
-  const i64 first_block = z_k * blocks_k + padded_k + begin;
   const i8* k_from = k8 + (begin * KEYS + k_row) * k_token + thread % (D / 16) * 16;
-  const i8* v_from = v8_t + first_block * (D * KEYS) + thread * 16;
-  const u8* scales_from = (const u8*)scales + first_block * SCALES + thread * 16;
-  auto fetch = [&](int block, int slot) {  // the next
-    const u32 further = slot * STAGE;
+  const u8* v_from = values + (z_k * blocks_k + padded_k + begin) * TILE + thread * 16;
+  auto fetch = [&](int block, u32 further) {
     const int left = keys.length - block * KEYS - k_row;
     const i8* row = k_from;
     UNROLL for (int i = 0; i < KEYS / K_TURN; i++, row += K_TURN * k_token) copy16(k_to + further + i * K_TURN * D, row, i * K_TURN < left);
     UNROLL for (int i = 0; i < D / V_TURN; i++) copy16(v_to + further + i * V_TURN * KEYS, v_from + i * V_TURN * KEYS, true);
-    if (thread < SCALES / 16) copy16(base + further + K_SCALES_AT + thread * 16, scales_from, true);
+    if (thread < SCALES / 16) copy16(base + further + K_SCALES_AT + thread * 16, v_from + D * KEYS, true);
     k_from += KEYS * k_token;
-    v_from += D * KEYS;
-    scales_from += SCALES;
+    v_from += TILE;
   };
   UNROLL for (int i = 0; i < STAGES - 1; i++) {
-    if (begin + i < end) fetch(begin + i, i);
+    if (begin + i < end) fetch(begin + i, i * STAGE);
     commit_copies();
   }
 
@@ -85,25 +82,23 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   const u32 k_lane = K_AT + part * OWN_KEYS * D + swizzled<D>(lane & 7, lane >> 3), v_lane = (V_AT + first_d * KEYS + swizzled<KEYS>(lane & 7, lane >> 3)) ^ (part << 6);
   int start[4];
   four_opaque(start, MAGIC);
-  int slot = 0;
+  u32 at_slot = 0, next_slot = (STAGES - 1) * STAGE;
 #pragma unroll 1
   for (int block = begin; block < end; block++) {
     wait_for_copies<STAGES - 2>();
     __syncthreads();
-    if (block + STAGES - 1 < end) {
-      const int other = slot + STAGES - 1;
-      fetch(block + STAGES - 1, other >= STAGES ? other - STAGES : other);
-    }
+    if (block + STAGES - 1 < end) fetch(block + STAGES - 1, next_slot);
     commit_copies();
-    const u32 at = base + slot * STAGE;
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    const u32 at = base + at_slot;
+    next_slot = at_slot;
+    at_slot = at_slot == (STAGES - 1) * STAGE ? 0 : at_slot + STAGE;
 
     int s[MT][OWN_KEYS / 8][4];  // S = Q K^T
-    UNROLL for (int n = 0; n < OWN_KEYS / 8; n += PAIR) UNROLL for (int c = 0; c < D / 64; c++) {
-      u32 b[PAIR][4];
-      UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
-      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
-      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
+    UNROLL for (int n = 0; n < OWN_KEYS / 8; n += AT_ONCE) UNROLL for (int c = 0; c < D / 64; c++) {
+      u32 b[AT_ONCE][4];
+      UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
     }
     float x[MT][OWN_KEYS / 8][4], top[MT][2], weight[MT][2];
     UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
@@ -176,15 +171,15 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int r = 0; r < 4; r++) p[i][OWN_KEYS / 32 * (SPLIT - 1) + k][r] = as_word(words[r]);
       }
     }
-    UNROLL for (int n = 0; n < OWN_D / 8; n += PAIR) {
-      int sum[PAIR][MT][4];  // P V
+    UNROLL for (int n = 0; n < OWN_D / 8; n += AT_ONCE) {
+      int sum[AT_ONCE][MT][4];  // P V
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
-        u32 b[PAIR][4];
-        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
+        u32 b[AT_ONCE][4];
+        UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
       }
-      UNROLL for (int e = 0; e < PAIR; e++) {
+      UNROLL for (int e = 0; e < AT_ONCE; e++) {
         float vs[4];
         load_shared4(vs, at + V_SCALES_AT + first_d * 8 + (n + e) * 64 + t * 16);
         UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
