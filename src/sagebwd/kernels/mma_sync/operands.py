@@ -37,7 +37,8 @@ def quantize(
     made = Operands(
         torch.empty(q.shape, dtype=torch.int8, device=device), queries.per_token(device),
         torch.empty(k.shape, dtype=torch.int8, device=device), keys.per_token(device),
-        keys.padded(KEYS, KEYS * call.head_dim + 8 * (KEYS + call.head_dim), dtype=torch.int8, device=device), first_values,
+        keys.padded(KEYS, KEYS * call.head_dim + 8 * (KEYS + call.head_dim), dtype=torch.int8, device=device),
+        first_values,
     )  # fmt: skip
     grids = queries.grid(ROWS_OF_CODES), keys.grid(ROWS_OF_CODES), keys.grid(KEYS)
     programs = queries.batch * (grids[0] * queries.heads + (grids[1] + grids[2]) * keys.heads)
