@@ -212,7 +212,8 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
       s[i][h] += from_lane_xor(s[i][h], 1);
       s[i][h] += from_lane_xor(s[i][h], 2);
-      const float x = shown(key, i, h) ? (float)s[i][h] * ks * qs[i][h] : -INF, before = m[i][h];
+      if (!shown(key, i, h)) continue;
+      const float x = (float)s[i][h] * ks * qs[i][h], before = m[i][h];
       m[i][h] = fmaxf(before, x);
       const float decay = exp2_of(before - m[i][h]), p = exp2_of(x - m[i][h]) * LEVELS;  // P, in units of 1 / LEVELS
       l[i][h] = l[i][h] * decay + (part == 0 && (PRODUCT_SUMS || t == 0) ? p : 0.0f);
