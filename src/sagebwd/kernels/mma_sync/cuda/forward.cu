@@ -101,19 +101,23 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
     }
     float x[MT][OWN_KEYS / 8][4], top[MT][2], weight[MT][2];
-    UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
+    auto find_tops = [&]() {
+      UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
+      UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
+    };
     UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) {
       float ks[4];
       load_shared4(ks, at + K_SCALES_AT + part * OWN_KEYS * 8 + n * 64 + t * 16);
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) x[i][n][r] = as_float(s[i][n][r]) * ks[r & 1] + ks[2 + (r & 1)];
     }
+    find_tops();  // before the branch, so that ptxas puts maxima between products
     const int first_k = block * KEYS + part * OWN_KEYS;
     if (first_k + OWN_KEYS - 1 - row0 > high || first_k - (row0 + MT * 16 - 1) < low) {  // the band cuts the tile
       const int above = first_k + t * 2 - (row0 + g) - low;  // of key - query over the least, of the thread's first pair
       UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
         if ((u32)(above + n * 8 + (r & 1) - i * 16 - (r >> 1) * 8) > (u32)(high - low)) x[i][n][r] = -INF;
+      find_tops();
     }
-    UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
       top[i][h] = fmaxf(top[i][h], from_lane_xor(top[i][h], 1));
       top[i][h] = fmaxf(top[i][h], from_lane_xor(top[i][h], 2));
