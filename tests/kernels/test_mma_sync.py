@@ -17,7 +17,7 @@ from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
 from tests.gpus import DEVICE, HAS_GPU, on_gpu
 from tests.kernels import emulated_cuda
-from tools.cross_compile import BINARIES
+from tools.cross_compile import BINARIES, count, matrix_loops
 
 pytest.importorskip("triton")
 import triton
@@ -108,6 +108,21 @@ def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path, monkeypatc
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", made], capture_output=True, text=True, check=True
     ).stdout
     assert int(re.search(r"STACK:(\d+)", said)[1]) <= 64
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("first_keys", [0, 16])
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_a_forward_at_128_spills_nothing_in_its_loop(capability, first_keys, tmp_path, monkeypatch):
+    """However many keys are apart: a word or two, where another NVRTC shares out registers otherwise."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    made = tmp_path / "forward.cubin"
+    asked = variant(FORWARD, 128, capability, first_keys=first_keys)
+    made.write_bytes(nvrtc.machine_code(asked.source, capability))
+    text = subprocess.run([BINARIES / "nvdisasm", "-c", made], capture_output=True, text=True, check=True).stdout
+    loop = count(max(matrix_loops(text.splitlines()), key=len))
+    assert loop["IMMA"] == 128
+    assert loop["LDL"] + loop["STL"] <= 4
 
 
 @needs_nvrtc

@@ -90,22 +90,20 @@ def test_codes(name, count, on):
             begin = sum(lengths[:batch]) if call.packed else 0
             at = begin // 128 + batch if call.packed else 0
             blocks = slice(at, at + -(-length // 128))
-            scale, lacking = (x.flatten() for x in made.k_scales[z, blocks].view(-1, 64, 2, 2).unbind(2))
+            v_codes, of_k, of_v = made.values[z, blocks].split([128 * head_dim, 1024, 8 * head_dim], 1)
+            of_k, of_v = (x.contiguous().view(torch.float32) for x in (of_k, of_v))
+            scale, lacking = (x.flatten() for x in of_k.view(-1, 64, 2, 2).unbind(2))
             of_keys = (made.k_scale[head, begin:] if call.packed else made.k_scale[batch, head])[:length]
             assert torch.equal(scale[:length], torch.where(seen, of_keys, 0.0))
             assert torch.equal(lacking[:length], torch.where(seen, of_keys * -magic, -torch.inf))
             assert (lacking[length:] == -torch.inf).all()
             assert (scale[length:] == 0).all()
-            scale, lacking = (x.flatten(1) for x in made.v_scales[z, blocks].view(-1, head_dim // 2, 2, 2).unbind(2))
+            scale, lacking = (x.flatten(1) for x in of_v.view(-1, head_dim // 2, 2, 2).unbind(2))
             assert torch.equal(scale, expected.block_scale[z, blocks])
             assert torch.equal(lacking, (expected.column_sum[z, blocks] - magic) * scale)
             width = keys.blocks(128) * 128
-            codes, others = (
-                x.flatten()[z * head_dim * width :][: head_dim * width].view(head_dim, width)
-                for x in (made.v8_t, expected.transposed)
-            )
-            of_sequence = slice(at * 128, (at + -(-length // 128)) * 128)
-            assert torch.equal(codes[:, of_sequence], others[:, of_sequence])
+            others = expected.transposed.flatten()[z * head_dim * width :][: head_dim * width].view(head_dim, -1, 128)
+            assert torch.equal(v_codes.view(-1, head_dim, 128), others[:, blocks].transpose(0, 1))
             if count:
                 values = (v[begin:, head] if call.packed else v[batch, head])[their].float() - v_mean[batch, head]
                 found = made.first_values[batch, head]
@@ -162,7 +160,8 @@ def test_what_is_not_finite_makes_nan_of_its_scale(lost, on):
     made = codes_of(case.call(q, k), (q, k, v, None, None), None)
     assert made.q_scale[0].isnan().nonzero().tolist() == [[0, 4]]
     assert made.k_scale[0].isnan().nonzero().tolist() == [[0, 5]]
-    assert made.v_scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]
+    scales = made.values[..., 128 * 64 + 1024 :].contiguous().view(torch.float32)
+    assert scales.view(2, 32, 2, 2).isnan().nonzero().tolist() == [[1, 3, 0, 1], [1, 3, 1, 1]]
 
 
 def rows_of_queries(case: AttentionCase) -> tuple[Call, Saved, torch.Tensor, torch.Tensor | None]:

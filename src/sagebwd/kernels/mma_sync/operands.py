@@ -20,9 +20,7 @@ class Operands(NamedTuple):
     q_scale: Tensor
     k8: Tensor
     k_scale: Tensor
-    k_scales: Tensor  # (heads_k, blocks, 256) FP32, by pairs
-    v8_t: Tensor  # (heads_k, D, blocks 128), tokens interleaved
-    v_scales: Tensor  # (heads_k, blocks, 2 D) FP32, by pairs
+    values: Tensor  # (heads_k, blocks, 136 D + 1024) bytes: V's codes, then scales by pairs of keys and of channels
     first_values: Tensor | None  # (batch, heads_k, D) FP32, or (batch, heads_k, D, 16) as v, of keys that are apart
 
 
@@ -39,16 +37,15 @@ def quantize(
     made = Operands(
         torch.empty(q.shape, dtype=torch.int8, device=device), queries.per_token(device),
         torch.empty(k.shape, dtype=torch.int8, device=device), keys.per_token(device),
-        keys.padded(KEYS, 2 * KEYS, dtype=torch.float32, device=device),
-        keys.padded(KEYS, KEYS * call.head_dim, dtype=torch.int8, device=device),
-        keys.padded(KEYS, 2 * call.head_dim, dtype=torch.float32, device=device), first_values,
+        keys.padded(KEYS, KEYS * call.head_dim + 8 * (KEYS + call.head_dim), dtype=torch.int8, device=device),
+        first_values,
     )  # fmt: skip
     grids = queries.grid(ROWS_OF_CODES), keys.grid(ROWS_OF_CODES), keys.grid(KEYS)
     programs = queries.batch * (grids[0] * queries.heads + (grids[1] + grids[2]) * keys.heads)
     launch(
         kernel, (programs,), q, *queries.strides(q), k, *keys.strides(k), v, *keys.strides(v), k_mean, v_mean,
         call.key_mask, first_keys, made.q8, *queries.strides(made.q8), made.q_scale, made.k8, *keys.strides(made.k8),
-        made.k_scale, made.k_scales, made.v8_t, made.v_scales, first_values, queries.cu_seqlens, keys.cu_seqlens,
+        made.k_scale, made.values, first_values, queries.cu_seqlens, keys.cu_seqlens,
         queries.batch, queries.heads, keys.heads, queries.tokens, keys.tokens, queries.total, keys.total,
         keys.blocks(KEYS), *grids,
     )  # fmt: skip

@@ -63,7 +63,7 @@ class Variant(NamedTuple):
         d = self.head_dim
         if self.direction == FORWARD:
             exchanged = 16 * self.warps * self.row_tiles * (4 + KEYS // 2) if self.split > 1 else 0
-            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + 16 + exchanged
+            return self.stages * (2 * KEYS * d + 8 * KEYS + 8 * d) + exchanged
         if self.direction == QUANTIZE:
             return (KEYS + 12) * d
         if self.direction == ROW_VALUES:
@@ -106,8 +106,8 @@ def variant_of(
     """
     little = capability not in _MORE_SHARED
     *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
-    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate; at 64 sums are spilled
-    product_sums = direction == FORWARD and head_dim == 128 and not little
+    # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate
+    product_sums = direction == FORWARD and not little
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned, product_sums)
     if int8_dp and direction == BACKWARD:
         variant = variant._replace(int8_dp=True, adds_four=capability >= ADD_FOUR)

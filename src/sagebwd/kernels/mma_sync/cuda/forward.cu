@@ -8,23 +8,25 @@ constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
 constexpr float LOG2_LEVELS = 7.9886846867721655f;
 constexpr u32 TWO_1152 = 0x64806480;  // FP16: a number added to 1024 + 128 is rounded, its low byte is the code
 constexpr float SLACK = 8;  // log2 of how far a row's largest score may be above what its sums are in units of
+constexpr float LOWEST = -3e38f;  // m where nothing is seen: less of it is no NaN
 constexpr u32 K_AT = 0, V_AT = KEYS * D, K_SCALES_AT = V_AT + D * KEYS, V_SCALES_AT = K_SCALES_AT + KEYS * 8, STAGE = V_SCALES_AT + D * 8;
-constexpr u32 START_AT = STAGES * STAGE, TOPS_AT = START_AT + 16;
+constexpr int SCALES = KEYS * 8 + D * 8, TILE = D * KEYS + SCALES;  // bytes, which lie together in memory
+constexpr u32 TOPS_AT = STAGES * STAGE;
 constexpr int ROWS = WARPS * MT * 16;  // of all warps
 constexpr int QUERIES = ROWS / SPLIT, OWN_KEYS = KEYS / SPLIT, OWN_D = D / SPLIT;  // of a thread block, of a warp
+constexpr int AT_ONCE = MT > SPLIT ? 1 : PAIR;  // tiles of 8 columns at a time: products of two tiles of rows do not wait for one another either
 constexpr u32 CODES_AT = TOPS_AT + ROWS * 4, CODES = MT * OWN_KEYS * 16;  // what two warps exchange, CODES bytes each
 static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");
 
 // q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
-// v8_t (heads_k, D, blocks_k 128): codes of V less its mean, tokens interleaved. v_mean (batch, heads_k, D) or null.
-// k_scales (heads_k, blocks_k, 64, 4): two keys' scales, then what a sum that starts from MAGIC lacks, times them: of
-// a key that nobody sees, or that is apart, 0 and -inf. v_scales (heads_k, blocks_k, D / 2, 4): of two channels.
+// values (heads_k, blocks_k, TILE) bytes: codes of V less its mean, (D, 128), tokens interleaved; then two keys' scales and
+// what a sum that starts from MAGIC lacks, times them, (64, 4) FP32: of a key that nobody sees, or that is apart, 0 and
+// -inf; then the same of two channels of V, (D / 2, 4). v_mean (batch, heads_k, D) or null.
 // first_values, V of the keys that are apart, less the mean: (batch, heads_k, D) FP32, or (batch, heads_k, D, 16) of 16
 // bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
 KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
-               i64 k_token, const float* k_scale, const float* k_scales, const i8* v8_t, const float* v_scales, const float* v_mean,
-               const void* first_values, const int* first_numbers, u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse,
-               const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
+               i64 k_token, const float* k_scale, const u8* values, const float* v_mean, const void* first_values, const int* first_numbers,
+               u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
                i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int batch_head = blockIdx.x / (int)grid, batch = batch_head / (int)heads, head = batch_head % (int)heads, head_k = head / (int)group;
@@ -41,23 +43,27 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   const float scale_2 = scale * LOG2_E;
 
   const u32 base = shared_base();
-  if (threadIdx.x < 4) store_shared(base + START_AT + threadIdx.x * 4, MAGIC);
   k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
-  k_scales += (z_k * blocks_k + padded_k) * (KEYS * 2);
-  v_scales += (z_k * blocks_k + padded_k) * (D * 2);
-  v8_t += z_k * D * blocks_k * KEYS + padded_k * KEYS;
-  const i64 pitch_v = blocks_k * KEYS;
   int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + QUERIES + high);
   end = end > 0 ? (end + KEYS - 1) / KEYS : 0;
-  auto fetch = [&](int block, int slot) {
-    const u32 to = base + slot * STAGE;
-    copy_tile<KEYS, D>(to + K_AT, k8 + block * (KEYS * k_token), k_token, keys.length - block * KEYS);
-    copy_tile<D, KEYS>(to + V_AT, v8_t + block * KEYS, pitch_v, D);
-    copy_flat<KEYS * 8>(to + K_SCALES_AT, k_scales + block * (KEYS * 2));
-    copy_flat<D * 8>(to + V_SCALES_AT, v_scales + block * (D * 2));
+  // a thread copies 16 bytes of every K_TURN-th row of K and V_TURN-th of V, from here in the next block
+  constexpr int K_TURN = THREADS / (D / 16), V_TURN = THREADS / (KEYS / 16);
+  static_assert(K_TURN % 8 == 0 && V_TURN % 8 == 0 && SCALES <= THREADS * 16, "the swizzle is every turn's, scales are copied in one");
+  const int thread = threadIdx.x, k_row = thread / (D / 16);
+  const u32 k_to = base + K_AT + swizzled<D>(k_row, thread % (D / 16)), v_to = base + V_AT + swizzled<KEYS>(thread / 8, thread % 8);
+  const i8* k_from = k8 + (begin * KEYS + k_row) * k_token + thread % (D / 16) * 16;
+  const u8* v_from = values + (z_k * blocks_k + padded_k + begin) * TILE + thread * 16;
+  auto fetch = [&](int block, u32 further) {
+    const int left = keys.length - block * KEYS - k_row;
+    const i8* row = k_from;
+    UNROLL for (int i = 0; i < KEYS / K_TURN; i++, row += K_TURN * k_token) copy16(k_to + further + i * K_TURN * D, row, i * K_TURN < left);
+    UNROLL for (int i = 0; i < D / V_TURN; i++) copy16(v_to + further + i * V_TURN * KEYS, v_from + i * V_TURN * KEYS, true);
+    if (thread < SCALES / 16) copy16(base + further + K_SCALES_AT + thread * 16, v_from + D * KEYS, true);
+    k_from += KEYS * k_token;
+    v_from += TILE;
   };
   UNROLL for (int i = 0; i < STAGES - 1; i++) {
-    if (begin + i < end) fetch(begin + i, i);
+    if (begin + i < end) fetch(begin + i, i * STAGE);
     commit_copies();
   }
 
@@ -69,118 +75,49 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     const i8* at = q8 + offset_of(q_batch, q_head, q_token, batch, head, queries.start + (there ? row : 0)) + t * 4;
     UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) q[i][k][h + 2 * c] = *(const u32*)(at + k * 32 + c * 16);
     qs[i][h] = there ? max_nan(q_scale[z_q * total_q + queries.start + row] * scale_2, 1e-37f) : 1.0f;
-    m[i][h] = -INF;
+    m[i][h] = LOWEST;
     l[i][h] = 0;
     UNROLL for (int n = 0; n < OWN_D / 8; n++) acc[i][n][2 * h] = acc[i][n][2 * h + 1] = 0;
   }
-  // a row's state begins with the keys that are apart
-  auto number_of = [&](int n) { return first_numbers ? first_numbers[batch * FIRST + n] : n; };
-  auto scale_of = [&](int key) { return key < keys.length ? k_scale[z_k * total_k + keys.start + key] : 0.0f; };
-  auto shown = [&](int key, int i, int h) {
-    const int distance = key - (row0 + i * 16 + h * 8 + g);
-    return key < keys.length && distance >= low && distance <= high;
-  };
-  if (FIRST == 1 && number_of(0) < keys.length) {
-    const int key = number_of(0);
-    const i8* at = k8 + key * k_token + t * 4;
-    const float ks = scale_of(key);
-    const float* value = (const float*)first_values + (i64)owner * D + first_d + t * 2;
-    int s[MT][2];
-    UNROLL for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = 0;
-    UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
-      const int word = *(const int*)(at + k * 32 + c * 16);
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) s[i][h] = __dp4a((int)q[i][k][h + 2 * c], word, s[i][h]);  // S = Q K^T
-    }
-    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      s[i][h] += from_lane_xor(s[i][h], 1);
-      s[i][h] += from_lane_xor(s[i][h], 2);
-      if (!shown(key, i, h)) continue;
-      m[i][h] = (float)s[i][h] * ks * qs[i][h];
-      l[i][h] = t == 0 && part == 0 ? (float)LEVELS : 0.0f;  // in units of 1 / LEVELS; lanes of a row are added up at the end
-      UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = value[n * 8 + b] * LEVELS;
-    }
-  }
-  if (FIRST == 16 && keys.length > 0) {
-    int s[MT][2][4];
-    UNROLL for (int j = 0; j < 2; j++) {
-      const int key = number_of(j * 8 + g);
-      const i8* at = k8 + (key < keys.length ? key : 0) * k_token + t * 4;
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) s[i][j][r] = 0;
-      UNROLL for (int k = 0; k < D / 32; k++) {
-        const u32 low_word = *(const u32*)(at + k * 32), high_word = *(const u32*)(at + k * 32 + 16);
-        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // S = Q K^T
-      }
-    }
-    u32 p[MT][4];
-    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      float x[4];
-      UNROLL for (int c = 0; c < 4; c++) {
-        const int key = number_of((c >> 1) * 8 + t * 2 + (c & 1));
-        x[c] = shown(key, i, h) ? (float)s[i][c >> 1][2 * h + (c & 1)] * scale_of(key) * qs[i][h] : -INF;
-        m[i][h] = fmaxf(m[i][h], x[c]);
-      }
-      m[i][h] = fmaxf(m[i][h], from_lane_xor(m[i][h], 1));
-      m[i][h] = fmaxf(m[i][h], from_lane_xor(m[i][h], 2));
-      const float safe = m[i][h] == -INF ? 0.0f : m[i][h];
-      UNROLL for (int c = 0; c < 4; c++) {
-        x[c] = exp2_of(x[c] - safe);  // P = exp2(S - m)
-        if (part == 0) l[i][h] += x[c] * LEVELS;
-      }
-      UNROLL for (int j = 0; j < 2; j++) p[i][2 * j + h] = to_16bit(x[2 * j], x[2 * j + 1]);
-    }
-    const u16* at = (const u16*)first_values + ((i64)owner * D + first_d + g) * 16 + t * 4;
-    UNROLL for (int n = 0; n < OWN_D / 8; n++) {
-      const u32* words = (const u32*)(at + n * 8 * 16);
-      const u32 low_word = words[0], high_word = words[1];
-      UNROLL for (int i = 0; i < MT; i++) {
-        mma_16bit(acc[i][n], p[i], low_word, high_word);  // O = P V
-        UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] *= LEVELS;
-      }
-    }
-  }
-  auto add_lanes = [&](int i, int h) {
-    l[i][h] += from_lane_xor(l[i][h], 1);
-    l[i][h] += from_lane_xor(l[i][h], 2);
-  };
-  if (FIRST && PRODUCT_SUMS) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) add_lanes(i, h);
   const u32 k_lane = K_AT + part * OWN_KEYS * D + swizzled<D>(lane & 7, lane >> 3), v_lane = (V_AT + first_d * KEYS + swizzled<KEYS>(lane & 7, lane >> 3)) ^ (part << 6);
-  __syncthreads();
   int start[4];
-  UNROLL for (int r = 0; r < 4; r++) start[r] = as_word(load_shared(base + START_AT + r * 4));
-  int slot = 0;
+  four_opaque(start, MAGIC);
+  u32 at_slot = 0, next_slot = (STAGES - 1) * STAGE;
 #pragma unroll 1
   for (int block = begin; block < end; block++) {
     wait_for_copies<STAGES - 2>();
     __syncthreads();
-    if (block + STAGES - 1 < end) {
-      const int other = slot + STAGES - 1;
-      fetch(block + STAGES - 1, other >= STAGES ? other - STAGES : other);
-    }
+    if (block + STAGES - 1 < end) fetch(block + STAGES - 1, next_slot);
     commit_copies();
-    const u32 at = base + slot * STAGE;
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    const u32 at = base + at_slot;
+    next_slot = at_slot;
+    at_slot = at_slot == (STAGES - 1) * STAGE ? 0 : at_slot + STAGE;
 
     int s[MT][OWN_KEYS / 8][4];  // S = Q K^T
-    UNROLL for (int n = 0; n < OWN_KEYS / 8; n += PAIR) UNROLL for (int c = 0; c < D / 64; c++) {
-      u32 b[PAIR][4];
-      UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
-      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
-      UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
+    UNROLL for (int n = 0; n < OWN_KEYS / 8; n += AT_ONCE) UNROLL for (int c = 0; c < D / 64; c++) {
+      u32 b[AT_ONCE][4];
+      UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
     }
     float x[MT][OWN_KEYS / 8][4], top[MT][2], weight[MT][2];
-    UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
+    auto find_tops = [&]() {
+      UNROLL for (int i = 0; i < MT; i++) top[i][0] = top[i][1] = -INF;
+      UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
+    };
     UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) {
       float ks[4];
       load_shared4(ks, at + K_SCALES_AT + part * OWN_KEYS * 8 + n * 64 + t * 16);
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) x[i][n][r] = as_float(s[i][n][r]) * ks[r & 1] + ks[2 + (r & 1)];
     }
+    find_tops();  // before the branch, so that ptxas puts maxima between products
     const int first_k = block * KEYS + part * OWN_KEYS;
     if (first_k + OWN_KEYS - 1 - row0 > high || first_k - (row0 + MT * 16 - 1) < low) {  // the band cuts the tile
       const int above = first_k + t * 2 - (row0 + g) - low;  // of key - query over the least, of the thread's first pair
       UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
         if ((u32)(above + n * 8 + (r & 1) - i * 16 - (r >> 1) * 8) > (u32)(high - low)) x[i][n][r] = -INF;
+      find_tops();
     }
-    UNROLL for (int n = 0; n < OWN_KEYS / 8; n++) UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) top[i][r >> 1] = fmaxf(top[i][r >> 1], x[i][n][r]);
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
       top[i][h] = fmaxf(top[i][h], from_lane_xor(top[i][h], 1));
       top[i][h] = fmaxf(top[i][h], from_lane_xor(top[i][h], 2));
@@ -195,7 +132,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     }
     bool changed = false;
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      top[i][h] *= qs[i][h];
+      top[i][h] = fmaxf(top[i][h] * qs[i][h], LOWEST);
       changed |= top[i][h] > m[i][h] + SLACK;
     }
     if (__any_sync(0xffffffffu, changed))
@@ -206,8 +143,8 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] *= decay;  // alpha l, alpha O
       }
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      weight[i][h] = exp2_of(top[i][h] - (m[i][h] == -INF ? 0.0f : m[i][h]));
-      top[i][h] = (top[i][h] == -INF ? 0.0f : top[i][h]) - LOG2_LEVELS;
+      weight[i][h] = exp2_of(top[i][h] - m[i][h]);
+      top[i][h] -= LOG2_LEVELS;
     }
     u32 p[MT][KEYS / 32][4];  // of a warp's own keys, then of the other's
     UNROLL for (int i = 0; i < MT; i++) {
@@ -238,19 +175,92 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int r = 0; r < 4; r++) p[i][OWN_KEYS / 32 * (SPLIT - 1) + k][r] = as_word(words[r]);
       }
     }
-    UNROLL for (int n = 0; n < OWN_D / 8; n += PAIR) {
-      int sum[PAIR][MT][4];  // P V
+    UNROLL for (int n = 0; n < OWN_D / 8; n += AT_ONCE) {
+      int sum[AT_ONCE][MT][4];  // P V
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
-        u32 b[PAIR][4];
-        UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
+        u32 b[AT_ONCE][4];
+        UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
       }
-      UNROLL for (int e = 0; e < PAIR; e++) {
+      UNROLL for (int e = 0; e < AT_ONCE; e++) {
         float vs[4];
         load_shared4(vs, at + V_SCALES_AT + first_d * 8 + (n + e) * 64 + t * 16);
         UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
           acc[i][n + e][r] += (as_float(sum[e][i][r]) * vs[r & 1] + vs[2 + (r & 1)]) * weight[i][r >> 1];  // O = alpha O + beta P V
+      }
+    }
+  }
+  auto add_lanes = [&](float x) {
+    x += from_lane_xor(x, 1);
+    return x + from_lane_xor(x, 2);
+  };
+  // the keys that are apart: after the loop, whose registers are then the same with any number of them
+  auto number_of = [&](int n) { return first_numbers ? first_numbers[batch * FIRST + n] : n; };
+  auto scale_of = [&](int key) { return key < keys.length ? k_scale[z_k * total_k + keys.start + key] : 0.0f; };
+  auto shown = [&](int key, int i, int h) {
+    const int distance = key - (row0 + i * 16 + h * 8 + g);
+    return key < keys.length && distance >= low && distance <= high;
+  };
+  if (FIRST == 1 && number_of(0) < keys.length) {
+    const int key = number_of(0);
+    const i8* at = k8 + key * k_token + t * 4;
+    const float ks = scale_of(key);
+    const float* value = (const float*)first_values + (i64)owner * D + first_d + t * 2;
+    int s[MT][2];
+    UNROLL for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = 0;
+    UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
+      const int word = *(const int*)(at + k * 32 + c * 16);
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) s[i][h] = __dp4a((int)q[i][k][h + 2 * c], word, s[i][h]);  // S = Q K^T
+    }
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      s[i][h] += from_lane_xor(s[i][h], 1);
+      s[i][h] += from_lane_xor(s[i][h], 2);
+      if (!shown(key, i, h)) continue;
+      const float x = (float)s[i][h] * ks * qs[i][h], before = m[i][h];
+      m[i][h] = fmaxf(before, x);
+      const float decay = exp2_of(before - m[i][h]), p = exp2_of(x - m[i][h]) * LEVELS;  // P, in units of 1 / LEVELS
+      l[i][h] = l[i][h] * decay + (part == 0 && (PRODUCT_SUMS || t == 0) ? p : 0.0f);
+      UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = acc[i][n][2 * h + b] * decay + p * value[n * 8 + b];
+    }
+  }
+  if (FIRST == 16 && keys.length > 0) {
+    int s[MT][2][4];
+    UNROLL for (int j = 0; j < 2; j++) {
+      const int key = number_of(j * 8 + g);
+      const i8* at = k8 + (key < keys.length ? key : 0) * k_token + t * 4;
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) s[i][j][r] = 0;
+      UNROLL for (int k = 0; k < D / 32; k++) {
+        const u32 low_word = *(const u32*)(at + k * 32), high_word = *(const u32*)(at + k * 32 + 16);
+        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // S = Q K^T
+      }
+    }
+    u32 p[MT][4];
+    float decay[MT][2];
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
+      float x[4], top = m[i][h], sum = 0;
+      UNROLL for (int c = 0; c < 4; c++) {
+        const int key = number_of((c >> 1) * 8 + t * 2 + (c & 1));
+        x[c] = shown(key, i, h) ? (float)s[i][c >> 1][2 * h + (c & 1)] * scale_of(key) * qs[i][h] : -INF;
+        top = fmaxf(top, x[c]);
+      }
+      top = fmaxf(top, from_lane_xor(top, 1));
+      top = fmaxf(top, from_lane_xor(top, 2));
+      decay[i][h] = exp2_of(m[i][h] - top);
+      m[i][h] = top;
+      UNROLL for (int c = 0; c < 4; c++) sum += x[c] = exp2_of(x[c] - top);  // P = exp2(S - m)
+      if (PRODUCT_SUMS) sum = add_lanes(sum);
+      l[i][h] = l[i][h] * decay[i][h] + (part == 0 ? sum * LEVELS : 0.0f);
+      UNROLL for (int j = 0; j < 2; j++) p[i][2 * j + h] = to_16bit(x[2 * j], x[2 * j + 1]);
+    }
+    const u16* at = (const u16*)first_values + ((i64)owner * D + first_d + g) * 16 + t * 4;
+    UNROLL for (int n = 0; n < OWN_D / 8; n++) {
+      const u32* words = (const u32*)(at + n * 8 * 16);
+      const u32 low_word = words[0], high_word = words[1];
+      UNROLL for (int i = 0; i < MT; i++) {
+        float sum[4] = {0, 0, 0, 0};
+        mma_16bit(sum, p[i], low_word, high_word);  // P V
+        UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] = acc[i][n][r] * decay[i][r >> 1] + sum[r] * LEVELS;  // O = alpha O + P V
       }
     }
   }
@@ -262,8 +272,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) l[i][h] += load_shared(other + (i * 2 + h) * 128);
   }
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-    if (!PRODUCT_SUMS) add_lanes(i, h);
-    const float sum = l[i][h];
+    const float sum = PRODUCT_SUMS ? l[i][h] : add_lanes(l[i][h]);
     const int row = row0 + i * 16 + h * 8 + g;
     if (row >= queries.length) continue;
     const bool blind = sum == 0;

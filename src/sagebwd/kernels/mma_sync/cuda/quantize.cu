@@ -1,6 +1,6 @@
 // Codes of Q, K and V in one launch, as forward.cu reads them: a thread block has TILE rows of Q or K, or 128 of V.
 
-constexpr int TILE = 256, KEYS = 128;
+constexpr int TILE = 256, KEYS = 128, BLOCK = D * KEYS + KEYS * 8 + D * 8;  // bytes of V's codes and scales by pairs
 constexpr int CHUNKS = D / 8, UNITS = KEYS / 4 * CHUNKS / THREADS;  // of V a thread has UNITS times 4 tokens x 8 channels
 constexpr u32 CODES_AT = 0, LARGEST_AT = D * KEYS, SCALES_AT = LARGEST_AT + D * 4;  // of V
 constexpr u32 MEAN_AT = 0, LEAST_AT = D * 4;  // of K
@@ -155,7 +155,7 @@ template <bool OF_KEYS> DEVICE void quantize_rows(const u16* x, i64 pitch, const
         if (t == 0) scales[row] = scale;
       }
       if (OF_KEYS && t == 0 && row < end) {
-        float* pair = pairs + (row >> 1) * 4 + (row & 1);
+        float* pair = pairs + (row / KEYS) * (BLOCK / 4) + (row % KEYS >> 1) * 4 + (row & 1);
         const bool seen = keep[i] && row > last;
         pair[0] = seen ? scale : 0.0f;
         pair[2] = seen ? scale * -MAGIC_F : -INF;
@@ -164,8 +164,8 @@ template <bool OF_KEYS> DEVICE void quantize_rows(const u16* x, i64 pitch, const
   }
 }
 
-// 128 tokens of V less its mean from x on: codes, (D, tokens) with tokens interleaved, and scales by pairs of channels.
-DEVICE void quantize_values(const u16* x, i64 pitch, const float* mean, const u8* mask, int left, i8* codes, i64 codes_pitch, float* pairs) {
+// 128 tokens of V less its mean from x on: codes, (D, 128) with tokens interleaved, and scales by pairs of channels.
+DEVICE void quantize_values(const u16* x, i64 pitch, const float* mean, const u8* mask, int left, i8* codes, float* pairs) {
   const u32 base = shared_base();
   const int chunk = threadIdx.x % CHUNKS, lane = threadIdx.x & 31;
   EightWords rows[UNITS][4];
@@ -220,13 +220,13 @@ DEVICE void quantize_values(const u16* x, i64 pitch, const float* mean, const u8
     }
   }
   __syncthreads();
-  i8* to = codes + (int)threadIdx.x / 8 * codes_pitch + threadIdx.x % 8 * 16;
+  i8* to = codes + threadIdx.x * 16;
   UNROLL for (int i = 0; i < D * KEYS / 16 / THREADS; i++) {  // eight lanes have the codes of a channel
     const int at = i * THREADS + threadIdx.x, channel = at / 8, piece = at % 8, its_chunk = channel >> 3;
     u32 w[4];
     load_words4(w, base + CODES_AT + channel * KEYS + ((piece ^ (its_chunk & 7)) << 4));
     const bool turned = its_chunk >> 3;
-    *(uint4*)(to + i * (THREADS / 8) * codes_pitch) = make_uint4(turned ? w[2] : w[0], turned ? w[3] : w[1], turned ? w[0] : w[2], turned ? w[1] : w[3]);
+    *(uint4*)(to + i * THREADS * 16) = make_uint4(turned ? w[2] : w[0], turned ? w[3] : w[1], turned ? w[0] : w[2], turned ? w[1] : w[3]);
     int sum = 0;
     UNROLL for (int n = 0; n < 4; n++) sum = __dp4a((int)w[n], 0x01010101, sum);
     UNROLL for (int far = 1; far < 8; far *= 2) sum += from_lane_xor(sum, far);
@@ -240,13 +240,13 @@ DEVICE void quantize_values(const u16* x, i64 pitch, const float* mean, const u8
 }
 
 // q, k, v, q8 and k8 by their strides. k_mean and v_mean (batch, heads_k, D), or null. key_mask (batch, tokens_k) or null.
-// q_scale (heads, total_q), k_scale (heads_k, total_k). v8_t, k_scales, v_scales, first_values, first_numbers: as forward
+// q_scale (heads, total_q), k_scale (heads_k, total_k). values, first_values, first_numbers: as forward
 // reads them. Of scales by pairs the second two are what a sum that starts from MAGIC lacks, times the first two: of V,
 // whose codes meet P's less 128, 128 times the codes' sum too. grids: thread blocks of a head's rows of Q, K and V.
 KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k, i64 k_batch, i64 k_head, i64 k_token, const u16* v,
                 i64 v_batch, i64 v_head, i64 v_token, const float* k_mean, const float* v_mean, const u8* key_mask, const int* first_numbers,
                 i8* q8, i64 q8_batch, i64 q8_head, i64 q8_token, float* q_scale, i8* k8, i64 k8_batch, i64 k8_head, i64 k8_token,
-                float* k_scale, float* k_scales, i8* v8_t, float* v_scales, void* first_values, const int* cu_seqlens_q, const int* cu_seqlens_k,
+                float* k_scale, u8* values, void* first_values, const int* cu_seqlens_q, const int* cu_seqlens_k,
                 i64 batches, i64 heads, i64 heads_k, i64 tokens_q, i64 tokens_k, i64 total_q, i64 total_k, i64 blocks_k, i64 grid_q, i64 grid_k,
                 i64 grid_v) {
   int program = blockIdx.x;
@@ -274,14 +274,15 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
     const int last = FIRST == 0 ? -1 : first_numbers ? first_numbers[batch * FIRST + FIRST - 1] : FIRST - 1;
     quantize_rows<true>(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_mean ? k_mean + owner * D : nullptr, mask,
                   k8 + offset_of(k8_batch, k8_head, k8_token, batch, head, keys.start), k8_token, k_scale + z * total_k + keys.start,
-                  k_scales + (z * blocks_k + padded) * (KEYS * 2), number * TILE, keys.length, last);
+                  (float*)(values + (z * blocks_k + padded) * BLOCK + D * KEYS), number * TILE, keys.length, last);
     return;
   }
   const u16* rows = v + offset_of(v_batch, v_head, v_token, batch, head, keys.start);
   const float* mean = v_mean ? v_mean + owner * D : nullptr;
   const int first = number * KEYS;
-  quantize_values(rows + first * v_token, v_token, mean, mask ? mask + first : nullptr, keys.length - first,
-                  v8_t + z * D * blocks_k * KEYS + (padded + number) * KEYS, blocks_k * KEYS, v_scales + (z * blocks_k + padded + number) * (D * 2));
+  u8* block = values + (z * blocks_k + padded + number) * BLOCK;
+  quantize_values(rows + first * v_token, v_token, mean, mask ? mask + first : nullptr, keys.length - first, (i8*)block,
+                  (float*)(block + D * KEYS + KEYS * 8));
   if (FIRST && number == 0) {  // V of the keys that are apart
     for (int i = threadIdx.x; i < FIRST * D; i += THREADS) {
       const int n = i / D, channel = i % D, key = first_numbers ? first_numbers[batch * FIRST + n] : n;
