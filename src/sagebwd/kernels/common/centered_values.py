@@ -238,9 +238,10 @@ class CenteredValues(NamedTuple):
 
 
 def launch_centered_values(
-    call: Call, saved: Saved, v: Tensor, v_maxima: Tensor | None = None, signs: Tensor | None = None
-) -> CenteredValues:
-    """Codes of (V - c) R. v_maxima, signs: `value_codes_kernel`'s, or None."""
+    call: Call, saved: Saved, v: Tensor, v_maxima: Tensor | None = None, signs: Tensor | None = None,
+    rows: int = VALUES,
+) -> CenteredValues:  # fmt: skip
+    """Codes of (V - c) R. v_maxima, signs: `value_codes_kernel`'s, or None; rows: tokens that it takes at a time."""
     queries, keys, device, columns = call.queries, call.keys, v.device, call.value_dim
     programs, heads = queries.batch * queries.heads, keys.batch * keys.heads
     pitch, turned_v = padded_head_dim(columns), sum(call.value_rotation)
@@ -257,7 +258,7 @@ def launch_centered_values(
     v_int8 = torch.empty((*v.shape[:-1], columns), dtype=torch.int8, device=device)
     v_scale, center = keys.per_token(device), torch.empty(heads, pitch, dtype=torch.float32, device=device)
     value_signs = torch.empty(pitch, pitch, dtype=torch.int8, device=device) if turned_v else None
-    parts = max(keys.grid(VALUES), 1)
+    parts = max(keys.grid(rows), 1)
     if turned_v:
         parts = -(-parts // max(1, parts * heads * pitch // TURNED_PROGRAMS))
     launch(
@@ -265,7 +266,7 @@ def launch_centered_values(
         (parts * heads,),
         Strided.of(v, keys), sums, counts, Strided.of(v_int8, keys), v_scale, center, v_maxima, signs, value_signs,
         call.key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total, parts, call.group, chunks, programs,
-        TURNED_Q=call.turned, BLOCK=VALUES, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
+        TURNED_Q=call.turned, BLOCK=rows, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
         num_warps=4 * max(1, pitch // 128), **shape,
     )  # fmt: skip
     return CenteredValues(v_int8, v_scale, center, value_signs)

@@ -140,18 +140,16 @@ def codes_for_dp(
     """
     local = tl.arange(0, BLOCK)
     tile = load_pieces(do_at, local, pitch_do, left, head_dim, head_dim)
-    out = load_pieces(o_at, local, pitch_o, left, head_dim, head_dim)
-    if dp.TURNED:
-        x = turned_codes(tile, dp.signs, dp.TURNED, head_dim, dp.PITCH)  # dO R
-        y = turned_codes(out, dp.signs, dp.TURNED, head_dim, dp.PITCH)  # O R
-    else:
-        x, y = floats(tile), floats(out)
+    x = turned_codes(tile, dp.signs, dp.TURNED, head_dim, dp.PITCH) if dp.TURNED else floats(tile)  # dO R
     amax = abs_max_of(x)
     if change is not None:  # dlse over the scale stays a number of FP32: beside such a dlse FP32 loses dO
         amax = tl.maximum(amax, tl.abs(change) * LEAST_DO)
     scale = psi_scale(amax)
     x_int8 = codes_of(x, scale)
     store_codes(x_int8, dp.codes, batch, head, token, local, local < left, head_dim)
+    tl.debug_barrier()  # O's operands take the shared memory that dO's took
+    out = load_pieces(o_at, local, pitch_o, left, head_dim, head_dim)
+    y = turned_codes(out, dp.signs, dp.TURNED, head_dim, dp.PITCH) if dp.TURNED else floats(out)  # O R
     owner = batch * (heads // dp.group) + head // dp.group
     # + 0 * scale: NaN has codes like any number
     delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH) + 0 * scale

@@ -170,6 +170,12 @@ def maxima_shape(call: Call) -> tuple[int, ...]:
     return queries.heads_in_all, keys.grid(call.recipe.block_k), queries.blocks(call.recipe.block_q), 2
 
 
+def value_rows(call: Call) -> int:
+    """Tokens of V that become codes of an INT8 dP at a time: beside two matrices of signs 99 KB have room for 16."""
+    two = call.block_d > 128 and sum(call.value_rotation) not in (0, 256)
+    return 16 if two else 64
+
+
 def list_tile(kernel: str, head_dim: int, recipe: Recipe, arch: int) -> tuple[tuple[int, int], bool]:
     """Queries and keys of the tile that a mask's lists are of, and whether a program's rows are keys.
 

@@ -12,7 +12,7 @@ from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import Quantized, launch_quantize
 from sagebwd.kernels.common.transposed import launch_transpose
 from sagebwd.kernels.portable import lists
-from sagebwd.kernels.portable.config import maxima_shape, shares_maxima
+from sagebwd.kernels.portable.config import maxima_shape, shares_maxima, value_rows
 from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
 from sagebwd.kernels.portable.first_key import FirstKey
@@ -94,7 +94,7 @@ def backward(
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
-    values = launch_centered_values(call, saved, v) if recipe.dp == INT8 else None
+    values = launch_centered_values(call, saved, v, rows=value_rows(call)) if recipe.dp == INT8 else None
     row_values, do_scale, do_t, q_t, do_int8 = launch_preprocess_do(
         call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None, values
     )
