@@ -9,6 +9,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.variant import REGISTERS, Variant
@@ -156,4 +157,4 @@ def test_what_was_compiled_is_kept_and_depends_on_the_variant(monkeypatch, tmp_p
     assert path.read_bytes()[:4] == b"\x7fELF"
     kernel = sm90.forward_kernel.__wrapped__(variant)
     with pytest.raises(TypeError, match="row_max"):  # TVM-FFI says what the call takes
-        kernel[()](1)
+        kernel.laid_out((), (1,), torch.device("cuda", 0)).start([], 0)
