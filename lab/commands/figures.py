@@ -240,12 +240,16 @@ def _panels(count: int, size: tuple[float, float], rows: int = 1, share: bool = 
 
 
 def _where_all(contents: list[dict]) -> str:
-    """The machines of several results files, each once, with commits and dates."""
-    files: dict[str, list[str]] = {}
+    """The machines of several results files, each once, with commits and the first and last date."""
+    files: dict[str, list[dict]] = {}
     for content in contents:
-        machine = f"{content['gpu']}, torch {content['torch']}"
-        files.setdefault(machine, []).append(f"{content['commit']} ({content['date']})")
-    return "; ".join(f"{machine}: {', '.join(commits)}" for machine, commits in files.items())
+        files.setdefault(f"{content['gpu']}, torch {content['torch']}", []).append(content)
+    found = []
+    for machine, of in files.items():
+        dates = sorted({content["date"] for content in of})
+        commits = ", ".join(content["commit"] for content in of)
+        found.append(f"{machine}: {commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
+    return "\n".join(found)
 
 
 def _legend(figure: Figure, axis: Axes) -> None:
