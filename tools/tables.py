@@ -262,6 +262,8 @@ ATTENTIONS = {
     "mixed+fused": "`mixed`, [fused](../qk-norm-rope.md#in-transformers)",
 }  # fmt: skip
 
+BLOCK_PEERS = {"fa4": "FlashAttention-4", "fa3": "FlashAttention-3", "cudnn": "cuDNN"}
+
 
 def step_rows(name: str) -> list[dict]:
     """Rows of a file of `python -m lab bench-training`, or of what it printed, where there is that alone."""
@@ -292,6 +294,30 @@ def steps() -> str:
                          f"{row['tokens_per_s']:,.0f}", peer, f"{row['peak_bytes'] / 2**30:.1f}"])  # fmt: skip
     head = ["what", "tokens a sequence", "attention", "step ms", "tokens/s", "`mixed` over the best", "peak GiB"]
     return table(head, rows)
+
+
+@named
+def blocks() -> str:
+    """Norm, rotary embedding and attention in one call, and BF16 attention behind a compiled norm and rotation."""
+    rows = []
+    for name in ("block_h200_2026-11-28_05d8c37", "block_h200_2026-11-28_49cd924"):
+        for way in ("fwd", "fwd+bwd"):
+            ms = {x["name"]: x["ms"] for x in rows_of(name) if (x["part"], x["direction"]) == ("block", way)}
+            best = min(ms[peer] for peer in BLOCK_PEERS)
+            cells = (f"{ms[other]:.3f}" for other in ("sagebwd", "compiled + sagebwd", *BLOCK_PEERS))
+            tokens = f"{length(rows_of(name)[0]['tokens'])}, {'forward' if way == 'fwd' else 'both'}"
+            rows.append([tokens, *cells, f"{best / ms['sagebwd']:.2f}"])
+    return table(["tokens", "this call", "compiled, then `mixed`", *BLOCK_PEERS.values(), "over the best"], rows)
+
+
+@named
+def fused_steps() -> str:
+    """Speed of a step of the 325M model over the best BF16 attention's, by length, fused and not."""
+    speeds_of = {x: step_speeds("training_h200_2026-11-28_49cd924", x) for x in ("mixed", "mixed+fused")}
+    lengths = sorted(speeds_of["mixed"])
+    names = {"mixed": "`mixed`", "mixed+fused": "`mixed`, fused"}
+    rows = [[names[name], *(f"{own[tokens]:.3f}" for tokens in lengths)] for name, own in speeds_of.items()]
+    return table(["", *map(length, lengths)], rows)
 
 
 @named
@@ -497,8 +523,10 @@ def causality_dq() -> str:
 
 # -- Training ------------------------------------------------------------------------------------------------------
 
-GRID = (  # recipe, model, tokens a step, folders
+GRID = (  # variant, model, tokens a step, folders
     ("mixed", "QK-norm", "16K", ("mixed-small",)),
+    ("mixed fused", "QK-norm", "16K", ("mixed-small",)),
+    ("token with dP in INT8", "QK-norm", "16K", ("mixed-small",)),
     ("mixed", "QK-norm", "131K", ("mixed-large",)),
     ("token", "QK-norm", "16K", ("qknorm-small", "qknorm-small-seed?")),
     ("token", "QK-norm", "131K", ("qknorm-large", "qknorm-large-seed?")),
@@ -530,9 +558,7 @@ def verdict(row) -> list[str]:
 @named
 def gaps_from_scratch() -> str:
     """Gaps of models trained from scratch."""
-    rows = [
-        [f"`{recipe}`", f"{model}, {step}", *verdict(grid(folders)[recipe])] for recipe, model, step, folders in GRID
-    ]
+    rows = [[f"`{name}`", f"{model}, {step}", *verdict(grid(folders)[name])] for name, model, step, folders in GRID]
     for name, model in (("256", "head_dim 256, QK-norm, 16K"), ("96", "head_dim 96, QK-norm, 16K"),
                         ("192-128", "head_dim 192/128, no QK-norm, 16K")):  # fmt: skip
         rows.append(["`mixed`", model, *verdict(gaps_in((RUNS / "widths" / name,))["mixed"])])
