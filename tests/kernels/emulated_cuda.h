@@ -22,7 +22,7 @@ struct Index { int x; };
 
 static const int MOST_THREADS = 1024;
 static u8 shared_memory[256 << 10];
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, gridDim;
 static ucontext_t scheduler, fibers[MOST_THREADS];
 static bool ended[MOST_THREADS];
 static int block_threads;
@@ -221,6 +221,7 @@ extern "C" void run(int blocks, int threads, void** arguments) {
   u8* stacks = (u8*)malloc(room * threads);
   given_arguments = arguments;
   block_threads = threads;
+  gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
     memset(shared_memory, 255, sizeof(shared_memory));  // NaN
     memset(warps, 0, sizeof(warps));

@@ -161,7 +161,7 @@ class ForDp(NamedTuple):
 
     codes: Strided
     center: Tensor
-    signs: Tensor | None
+    signs: Tensor  # without a rotation ``center``, unread: of a tuple with None in it triton 3.6 has no `is None`
     group: int
     TURNED: tl.constexpr
     PITCH: tl.constexpr
@@ -170,7 +170,8 @@ class ForDp(NamedTuple):
     def of(cls, call: Call, codes: Tensor, values: CenteredValues) -> ForDp:
         """Of a call, and of V's operand."""
         compiled_for = map(tl.constexpr, (sum(call.value_rotation), padded_head_dim(call.value_dim)))
-        return cls(Strided.of(codes, call.queries), values.center, values.signs, call.group, *compiled_for)
+        signs = values.center if values.signs is None else values.signs
+        return cls(Strided.of(codes, call.queries), values.center, signs, call.group, *compiled_for)
 
 
 class GradOut(NamedTuple):

@@ -249,7 +249,7 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
                 float* k_scale, u8* values, void* first_values, const int* cu_seqlens_q, const int* cu_seqlens_k,
                 i64 batches, i64 heads, i64 heads_k, i64 tokens_q, i64 tokens_k, i64 total_q, i64 total_k, i64 blocks_k, i64 grid_q, i64 grid_k,
                 i64 grid_v) {
-  int program = blockIdx.x;
+  int program = gridDim.x - 1 - blockIdx.x;  // the last first: V, which the means have read last, is in L2
   const int of_q = (int)(grid_q * batches * heads), of_k = (int)(grid_k * batches * heads_k);
   if (program < of_q) {
     const int number = program % (int)grid_q, owner = program / (int)grid_q, batch = owner / (int)heads, head = owner % (int)heads;
