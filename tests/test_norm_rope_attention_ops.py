@@ -225,6 +225,17 @@ def test_tensors_without_values_have_shapes(stand_in):  # noqa: F811
     assert o.stride() == empty_like_rows(leaves[0]).stride()
 
 
+def test_forward_mode_is_refused_in_a_trace(stand_in):  # noqa: F811
+    """Regression: its tangent was 0 without a word."""
+    torch._dynamo.reset()
+    given = Given(Case(heads=(2, 2)))
+    q, *rest = (x.detach() for x in given.leaves)
+    with pytest.raises(Exception, match="q: forward-mode differentiation"):
+        torch.compile(
+            lambda q: torch.func.jvp(lambda q: given.attend(q, *rest), (q,), (q,)), fullgraph=True, backend="eager"
+        )(q)
+
+
 def test_a_second_derivative_is_refused(stand_in):  # noqa: F811
     torch._dynamo.reset()
     given = Given(Case(heads=(2, 2)))
