@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from sagebwd import Recipe, explain, read_mask, sage_attention, sage_attention_varlen, switches
+from sagebwd import Recipe, explain, qk_norm_rope, read_mask, sage_attention, sage_attention_varlen, switches
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import current as current_switches
 from tests.attention_case import leaves, outcome
@@ -468,6 +468,20 @@ def test_sparse_tensors_of_packed_sequences_are_refused_by_name(name):
     given[name] = given[name].to_sparse()
     with pytest.raises(NotImplementedError, match=rf"{name}: layout torch\.sparse_coo is not supported"):
         sage_attention_varlen(**given, max_seqlen_q=4, max_seqlen_k=4)
+
+
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_forward_mode_is_refused_in_a_trace(impl):
+    """Regression: its tangent was 0 without a word."""
+    x = torch.randn(1, 1, 4, 8)
+    if impl is None:
+        attend = lambda k: sage_attention(x, k, x, recipe="token")  # noqa: E731
+    else:
+        pytest.importorskip("triton")
+        attend = lambda k: qk_norm_rope(x, k, eps=1e-6, impl=impl)[1]  # noqa: E731
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="k: forward-mode differentiation"):
+        torch.compile(lambda k: torch.func.jvp(attend, (k,), (k,)), fullgraph=True, backend="eager")(x)
 
 
 def test_forward_mode_is_refused():

@@ -225,6 +225,32 @@ def test_tensors_without_values_have_shapes(stand_in):  # noqa: F811
     assert o.stride() == empty_like_rows(leaves[0]).stride()
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_composed(stand_in, strict):  # noqa: F811
+    """Regression: it named Hopper's kernels wherever it ran."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *x):
+            return given.attend(*x)
+
+    given = Given(Case(heads=(2, 2)))
+    program = torch.export.export(Module(), tuple(x.detach() for x in given.leaves), strict=strict)
+    operators = [node.target for node in program.graph.nodes]
+    assert OPERATOR not in operators
+    assert torch.ops.sagebwd.attention.default in operators
+
+
+def test_forward_mode_is_refused_in_a_trace(stand_in):  # noqa: F811
+    """Regression: its tangent was 0 without a word."""
+    torch._dynamo.reset()
+    given = Given(Case(heads=(2, 2)))
+    q, *rest = (x.detach() for x in given.leaves)
+    with pytest.raises(Exception, match="q: forward-mode differentiation"):
+        torch.compile(
+            lambda q: torch.func.jvp(lambda q: given.attend(q, *rest), (q,), (q,)), fullgraph=True, backend="eager"
+        )(q)
+
+
 def test_a_second_derivative_is_refused(stand_in):  # noqa: F811
     torch._dynamo.reset()
     given = Given(Case(heads=(2, 2)))

@@ -118,19 +118,25 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
         return
     if torch.jit.is_tracing():
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
-    if forward_ad._current_level >= 0:
-        for name, tensor in given.items():
-            if forward_ad.unpack_dual(tensor).tangent is not None:  # the operator would drop it without a word
-                raise NotImplementedError(
-                    f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use "
-                    f"backward, or {_SDPA}"
-                )
+    refuse_forward_mode(given)
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
         raise NotImplementedError(
             f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
         )
+
+
+def refuse_forward_mode(given: dict[str, Tensor | None]) -> None:
+    """Raises where a tensor has a tangent, which the operators would drop without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in given.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use backward, "
+                f"or {_SDPA}"
+            )
 
 
 def strided(name: str, tensor: Tensor) -> None:

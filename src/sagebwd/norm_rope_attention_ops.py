@@ -170,6 +170,7 @@ def _below_autograd(keyset, *arguments):
 
 def _autograd(keyset, *arguments):
     """What the dispatcher calls for ``sagebwd::qk_norm_rope_attention`` before a device's kernel."""
+    checks.refuse_forward_mode(dict(zip(("q", "k", "v", "q_weight", "k_weight"), arguments)))
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5])
     return (_NormRopeAttention.apply if differentiable else _below_autograd)(keyset, *arguments)
 

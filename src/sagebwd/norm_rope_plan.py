@@ -133,6 +133,8 @@ def _by_operator(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
 ) -> Tensor | None:
     """The output by the operator, or None where the call is to be composed. Raises as `sage_attention`."""
+    if torch.compiler.is_exporting():  # a program that other GPUs may run, where attention's operator chooses
+        return None
     checked = _checked(q, k, v, given, trains)
     if dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
         return None

@@ -214,10 +214,14 @@ def _(
 def differentiable(derivative: type[torch.autograd.Function], operator: torch._ops.OpOverload) -> None:
     """Register a derivative of an operator, for calls in which one of its first four arguments needs a gradient.
 
-    Its forward is given the operator below autograd, a function, and the arguments.
+    Its forward is given the operator below autograd, a function, and the arguments. Tangents are refused here, where
+    a trace has them too.
     """
+    names = [argument.name for argument in operator._schema.arguments[:4]]
 
     def dispatched(keyset: torch._C.DispatchKeySet, *arguments: object) -> object:
+        checks.refuse_forward_mode(dict(zip(names, arguments)))
+
         def below(*arguments: object) -> object:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)

@@ -77,6 +77,15 @@ def test_a_kind_with_few_timings_is_a_multiple_of_calls_without_a_mask():
     assert mask.low == pytest.approx(Cost.of(1000, 20, 0.3, 0.6), rel=1e-6), "of calls that wait for the host"
 
 
+def test_of_calls_that_wait_for_the_host_there_is_no_multiple():
+    """Regression: a division by zero, which every call of "auto" on that card raised."""
+    waiting, few = Cost.of(1000, 0, 0, 0.001), SHAPES[-ENOUGH + 1 :]
+    _, padding = fitted(rows_of(FULL, waiting, waiting) + rows_of(PADDING, shapes=few), "", "")
+    for row in rows_of(PADDING, shapes=few):
+        work = size_of(row).work(PADDING)
+        assert padding.low.ms(work[0], work[1], work[3]) == pytest.approx(row["ms"], rel=0.2)
+
+
 def test_what_does_not_run_has_no_costs():
     assert not fitted(rows_of(ms=None)[:0], "", "")
     none = [row | {"ms": None, "host_ms": None} for row in rows_of()]

@@ -97,8 +97,9 @@ def test_no_tokens():
     x = torch.zeros(1, 2, 0, 16, device=DEVICE).requires_grad_()
     q, k = qk_norm_rope(x, x[:, :1], eps=EPS, impl="triton")
     assert (q.shape, k.shape) == ((1, 2, 0, 16), (1, 1, 0, 16))
-    (gradient,) = torch.autograd.grad((q, k), x, (torch.zeros_like(q), torch.zeros_like(k)))
-    assert gradient.shape == x.shape
+    for dq, dk in ((torch.zeros_like(q), torch.zeros_like(k)), (x.new_zeros(()).expand_as(y) for y in (q, k))):
+        (gradient,) = torch.autograd.grad((q, k), x, (dq, dk), retain_graph=True)
+        assert gradient.shape == x.shape
 
 
 def arguments(requires_grad=True):

@@ -111,6 +111,8 @@ def coefficients(
         pairs = work[1] if name == LOW else pairs_of(name, work)
         points.append((1.0, work[0] / _ROWS, pairs / 2 / _PAIRS, work[3] / _KEYS, ms))
     counts = [point[1] for point in points]
+    if like is not None and not any(like):  # of calls that are all their host's, of which there is no multiple
+        like = None
     few = len(points) < ENOUGH or (is_other and max(counts) < 2 * min(counts))
     if like is None or not few:
         fit = _least_squares(points) if points else (0.0,) * 4

@@ -60,7 +60,7 @@ class Size(NamedTuple):
         sequences count as causal; of masks of elements all pairs count.
         """
         n, m = self.queries, self.keys
-        last = m if kind in (CAUSAL, PACKED) else 0
+        last = min(n, m) if kind == CAUSAL else m if kind == PACKED else 0  # its queries see no more
         if kind not in (CAUSAL, PACKED):
             seen = 2 * n * m
         elif n <= m:

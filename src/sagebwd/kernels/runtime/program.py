@@ -70,7 +70,8 @@ def copy(to: Tensor, x: Tensor) -> Tensor:
     builder = getattr(_local, "builder", None)
     if builder is None:
         return to.copy_(x)
-    builder.steps.append((to, x))
+    if x.numel():  # of no elements there is no place
+        builder.steps.append((to, x))
     return to
 
 
