@@ -42,8 +42,16 @@ def step(call, model, given):
     return logits.detach(), torch.cat([x.grad.flatten() for x in model.parameters()])
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Llama", "Gemma3Text"])
-@pytest.mark.parametrize("form", FORMS)
+# each compiles a model: the rest in test-all
+QUICK = {("Qwen3", "dense"), ("Llama", "batch"), ("Gemma3Text", "packed")}
+CALLS = [
+    pytest.param(form, name, marks=[] if (name, form) in QUICK else pytest.mark.slow)
+    for name in ("Qwen3", "Llama", "Gemma3Text")
+    for form in FORMS
+]
+
+
+@pytest.mark.parametrize(("form", "name"), CALLS)
 def test_a_compiled_layer_has_the_operator(stand_in, form, name):  # noqa: F811
     """In one graph, with what runs outside of torch.compile within rounding of norms that are compiled otherwise."""
     torch._dynamo.reset()
