@@ -113,15 +113,15 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     if isinstance(costs, bool):
         return PICKED_BY_TORCH if costs and size.by_torch else None
     low, full = costs
-    rows, shown, _, keys = work = size.work(ask.kind)
+    work = size.work(ask.kind)
     fastest, least = None, None
     for name, cost in full:
         if not (peers.fits(ask.kind, size) if name in PEERS else size.by_torch):
             continue
-        taken = model.taken(cost, rows, model.pairs_of(name, work), keys)
+        taken = model.taken(cost, work.rows, model.pairs_of(name, work), work.keys)
         if least is None or not model.is_less(least, taken):
             fastest, least = name, taken
-    if least is None or (low is not None and model.is_less(model.taken(low, rows, shown, keys), least)):
+    if least is None or (low is not None and model.is_less(model.taken(low, work.rows, work.low, work.keys), least)):
         return None
     return fastest if planned else PICKED_BY_TORCH
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from sagebwd import checks, dispatch
 from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Call, Prologue, empty_gradients, empty_like_rows
-from sagebwd.ops import LIBRARY, operator, parsed
-from sagebwd.plan import Plan, device_of, once_differentiable, pieces_of
+from sagebwd.ops import LIBRARY, differentiable, operator, outputs_like, parsed
+from sagebwd.plan import Plan, device_of, once_differentiable
 
 
 @operator
@@ -51,34 +51,32 @@ def qk_norm_rope_attention(
     offsets, prologue = (cu_seqlens_q, cu_seqlens_k), Prologue(eps, interleaved, *tensors)
     numbers = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale
     settings = *numbers, recipe, impl, deterministic
-    key = "forward of a prologue", *map(layout_of, (q, k, v, *tensors, *offsets)), eps, interleaved, *settings
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = _plan_of(q, k, offsets, prologue, settings)
-        PLANS.put(key, plan)
+    plan = _planned("forward of a prologue", (q, k, v), q, k, offsets, prologue, settings)
     with device_of(q):
         return plan.forward(q, k, v, None, None, None, *offsets, prologue)
 
 
-def _plan_of(
-    q: Tensor, k: Tensor, offsets: tuple[Tensor | None, Tensor | None], prologue: Prologue, settings: tuple
-) -> Plan:
-    """The plan of q and k, or of tensors that lie like them."""
-    *numbers, recipe, impl, deterministic = settings
-    choice, dims = dispatch.named(parsed(recipe), impl), (q.shape[-1], q.shape[-1])
-    call = Call.of(q, k, dims, None, *offsets, *numbers, choice.recipe, deterministic)
-    return Plan(choice, call._replace(prologue=prologue), q, k, sinks=False)
+def _planned(
+    direction: str, rows: tuple[Tensor | None, ...], q: Tensor, k: Tensor,
+    offsets: tuple[Tensor | None, Tensor | None], prologue: Prologue, settings: tuple,
+) -> Plan:  # fmt: skip
+    """The plan of a direction, whose rows are given; of q and k, or of tensors that lie like them."""
+    eps, interleaved, *tensors = prologue
+    key = direction, *map(layout_of, (*rows, *tensors, *offsets)), eps, interleaved, *settings
+    plan = PLANS.get(key)
+    if plan is None:
+        *numbers, recipe, impl, deterministic = settings
+        choice, dims = dispatch.named(parsed(recipe), impl), (q.shape[-1], q.shape[-1])
+        call = Call.of(q, k, dims, None, *offsets, *numbers, choice.recipe, deterministic)
+        plan = Plan(choice, call._replace(prologue=prologue), q, k, sinks=False)
+        PLANS.put(key, plan)
+    return plan
 
 
 @torch.library.register_fake("sagebwd::qk_norm_rope_attention", lib=LIBRARY)
 def _(q, k, v, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, cu_seqlens_q, cu_seqlens_k, *settings):
     *_, eps, _, recipe, impl, _ = settings
-    packed = cu_seqlens_k is not None
-    choice, dims = dispatch.named(parsed(recipe), impl), (q.shape[-1], v.shape[-1])
-    sequences = cu_seqlens_k.shape[0] - 1 if packed else None
-    _, size = pieces_of(choice, dims, q, k, sequences, sinks=False, norm=eps is not None)
-    tokens = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    return empty_like_rows(q), q.new_empty(tokens, dtype=torch.float32), q.new_empty((size,), dtype=torch.uint8)
+    return outputs_like(dispatch.named(parsed(recipe), impl), q, k, v, cu_seqlens_k, norm=eps is not None)
 
 
 @operator
@@ -118,12 +116,7 @@ def qk_norm_rope_attention_backward(
     offsets, prologue = (cu_seqlens_q, cu_seqlens_k), Prologue(eps, interleaved, *tensors)
     numbers = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale
     settings = *numbers, recipe, impl, deterministic
-    layouts = map(layout_of, (q, k, v, o, *tensors, *offsets))
-    key = "backward of a prologue", *layouts, eps, interleaved, *settings
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = _plan_of(o, v, offsets, prologue, settings)
-        PLANS.put(key, plan)
+    plan = _planned("backward of a prologue", (q, k, v, o), o, v, offsets, prologue, settings)
     with device_of(v):
         found = plan.backward(do, None, q, k, v, o, lse, workspace, None, None, *offsets, prologue)
     return *found[:3], *(lse.new_empty(0) if x is None else x for x in found[3:5])
@@ -138,14 +131,14 @@ def _(do, q, k, v, o, lse, workspace, q_weight, k_weight, *rest):
 
 
 class _NormRopeAttention(torch.autograd.Function):
-    """The derivative of ``sagebwd::qk_norm_rope_attention``; keyset: the dispatcher's, of kernels below autograd."""
+    """The derivative of ``sagebwd::qk_norm_rope_attention``; below: the operator's kernels below autograd."""
 
     @staticmethod
-    def forward(ctx, keyset, *arguments):
+    def forward(ctx, below, *arguments):
         q, k, v = arguments[:3]
         tensors, ctx.settings = arguments[3:11], arguments[11:]
         eps = ctx.settings[6]
-        o, lse, workspace = _below_autograd(keyset, *arguments)
+        o, lse, workspace = below(*arguments)
         ctx.mark_non_differentiable(lse, workspace)
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
         ctx.save_for_backward(*inputs, v, o, lse, workspace, *tensors)
@@ -163,16 +156,4 @@ class _NormRopeAttention(torch.autograd.Function):
         return None, *gradients, *(None,) * 17
 
 
-def _below_autograd(keyset, *arguments):
-    with torch._C._AutoDispatchBelowAutograd():
-        return qk_norm_rope_attention.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-
-
-def _autograd(keyset, *arguments):
-    """What the dispatcher calls for ``sagebwd::qk_norm_rope_attention`` before a device's kernel."""
-    checks.refuse_forward_mode(dict(zip(("q", "k", "v", "q_weight", "k_weight"), arguments)))
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:5])
-    return (_NormRopeAttention.apply if differentiable else _below_autograd)(keyset, *arguments)
-
-
-LIBRARY.impl("qk_norm_rope_attention", _autograd, "Autograd", with_keyset=True)
+differentiable(_NormRopeAttention, qk_norm_rope_attention, count=5)

@@ -140,19 +140,26 @@ def k_mean_of(
     return pieces_of(choice, dims, q, k, sequences, sinks is not None)[0]["k_mean"].of(workspace)
 
 
+def outputs_like(
+    choice: Choice, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, *, sinks: bool = False,
+    norm: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """O, lse and the workspace of a forward, of their shapes alone; sinks, norm: as of `sagebwd.plan.pieces_of`."""
+    packed = cu_seqlens_k is not None
+    sequences = cu_seqlens_k.shape[0] - 1 if packed else None
+    _, size = pieces_of(choice, (q.shape[-1], v.shape[-1]), q, k, sequences, sinks, norm)
+    tokens = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return empty_like_rows(q, v.shape[-1]), q.new_empty(tokens, dtype=dtype), q.new_empty((size,), dtype=torch.uint8)
+
+
 @torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
 def _(
     q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     is_causal, window_left, window_right, scale, recipe, impl, deterministic,
 ):  # fmt: skip
-    dims = q.shape[-1], v.shape[-1]
-    choice = _chosen_in_a_trace(recipe, impl, dims, q, mask)
-    packed = cu_seqlens_k is not None
-    sequences = cu_seqlens_k.shape[0] - 1 if packed else None
-    _, size = pieces_of(choice, dims, q, k, sequences, sinks is not None)
-    tokens = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return empty_like_rows(q, v.shape[-1]), q.new_empty(tokens, dtype=dtype), q.new_empty((size,), dtype=torch.uint8)
+    choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
+    return outputs_like(choice, q, k, v, cu_seqlens_k, sinks=sinks is not None)
 
 
 @operator
@@ -211,13 +218,15 @@ def _(
     return *empty_gradients(choice.recipe, head_dim, o, v), dsinks
 
 
-def differentiable(derivative: type[torch.autograd.Function], operator: torch._ops.OpOverload) -> None:
-    """Register a derivative of an operator, for calls in which one of its first four arguments needs a gradient.
+def differentiable(
+    derivative: type[torch.autograd.Function], operator: torch._ops.OpOverload, count: int = 4
+) -> None:  # fmt: skip
+    """Register a derivative of an operator, for calls in which one of its first ``count`` arguments needs a gradient.
 
     Its forward is given the operator below autograd, a function, and the arguments. Tangents are refused here, where
     a trace has them too.
     """
-    names = [argument.name for argument in operator._schema.arguments[:4]]
+    names = [argument.name for argument in operator._schema.arguments[:count]]
 
     def dispatched(keyset: torch._C.DispatchKeySet, *arguments: object) -> object:
         checks.refuse_forward_mode(dict(zip(names, arguments)))
@@ -226,7 +235,7 @@ def differentiable(derivative: type[torch.autograd.Function], operator: torch._o
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:4])
+        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:count])
         return derivative.apply(below, *arguments) if needed else below(*arguments)
 
     LIBRARY.impl(operator.name().removeprefix("sagebwd::"), dispatched, "Autograd", with_keyset=True)

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sagebwd.diagnostics.monitor import AttentionMonitor, Monitor
-from sagebwd.integrations.transformers import register, settings
+from sagebwd.integrations.transformers import register
+from sagebwd.integrations.transformers_settings import settings
 
 TOKENS = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(0))
 

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from sagebwd.diagnostics.monitor import AttentionMonitor, Monitor
 from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:attention monitor")
 
@@ -81,10 +82,11 @@ def test_a_compiled_model_follows_a_move(tmp_path):
 @pytest.mark.rounding
 def test_auto_is_named_before_rungs_begin_at_it(tmp_path):
     trainer = someone_elses_trainer(tmp_path / "run")
-    assert integration.settings(trainer.model.config, 0)["recipe"] == "auto"
+    assert transformers_settings.settings(trainer.model.config, 0)["recipe"] == "auto"
     monitor = AttentionMonitor(Tokens()[0]["input_ids"][None], Monitor(every=2)).attach(trainer)
     trainer.train()
-    assert [integration.settings(trainer.model.config, index)["recipe"] for index in (0, 1)] == ["token", "token"]
+    recipes = [transformers_settings.settings(trainer.model.config, index)["recipe"] for index in (0, 1)]
+    assert recipes == ["token", "token"]
     assert {layer.base for layer in monitor.layers.values()} == {"token"}
 
 

@@ -31,6 +31,7 @@ from transformers import (
 import sagebwd
 from sagebwd.auto import counts
 from sagebwd.integrations import transformers as integration
+from sagebwd.integrations.transformers_settings import settings
 from sagebwd.reference.metrics import cosine, relative_l2
 
 pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
@@ -228,8 +229,8 @@ def test_settings_survive_saving_and_override_by_layer(tmp_path):
     model.config.sagebwd = {"recipe": "paper", "layers": {"1": {"recipe": "full"}}}
     model.save_pretrained(tmp_path)
     again = Qwen3ForCausalLM.from_pretrained(tmp_path, attn_implementation="sagebwd")
-    assert integration.settings(again.config, 0) == {"recipe": "paper", "impl": None}
-    assert integration.settings(again.config, 1) == {"recipe": "full", "impl": None}
+    assert settings(again.config, 0) == {"recipe": "paper", "impl": None}
+    assert settings(again.config, 1) == {"recipe": "full", "impl": None}
     ids = tokens(1, 80)
     with torch.no_grad():
         mixed = again(input_ids=ids).logits
@@ -307,7 +308,7 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
     seen = []
 
     def spy(module, *arguments, **options):
-        seen.append(integration.settings(module.config, None)["recipe"])
+        seen.append(settings(module.config, None)["recipe"])
         return integration.attention(module, *arguments, **options)
 
     inputs = {"input_ids": tokens(1, 8), "pixel_values": torch.rand(1, 3, 16, 16)}

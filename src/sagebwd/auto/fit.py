@@ -108,8 +108,8 @@ def coefficients(
         if ms < BOUND * (host_ms or 0):
             continue
         work = size_of(row).work(row["kind"])
-        pairs = work[1] if name == LOW else pairs_of(name, work)
-        points.append((1.0, work[0] / _ROWS, pairs / 2 / _PAIRS, work[3] / _KEYS, ms))
+        pairs = work.low if name == LOW else pairs_of(name, work)
+        points.append((1.0, work.rows / _ROWS, pairs / 2 / _PAIRS, work.keys / _KEYS, ms))
     counts = [point[1] for point in points]
     if like is not None and not any(like):  # of calls that are all their host's, of which there is no multiple
         like = None

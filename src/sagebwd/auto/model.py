@@ -38,6 +38,16 @@ _UNITS = _MICRO, _MICRO, _NANO, _PICO, _NANO
 _MILLI = 10**12
 
 
+class Work(NamedTuple):
+    """The work of a call: rows of Q and of K; twice the pairs of a query and a key that low precision and that torch
+    multiply; keys of the last tile, 0 where tiles are alike."""
+
+    rows: int
+    low: int
+    full: int
+    keys: int
+
+
 class Size(NamedTuple):
     """How large a call is that others compute too.
 
@@ -52,9 +62,8 @@ class Size(NamedTuple):
     width: int = 0
     by_torch: bool = True
 
-    def work(self, kind: str) -> tuple[int, int, int, int]:
-        """Rows of Q and of K; twice the pairs of a query and a key that low precision and that torch multiply; keys of
-        the last tile, 0 where tiles are alike.
+    def work(self, kind: str) -> Work:
+        """The work under a kind of mask.
 
         Torch gets a window as a mask of elements, and multiplies all; peers multiply what low precision does. Packed
         sequences count as causal; of masks of elements all pairs count.
@@ -68,7 +77,7 @@ class Size(NamedTuple):
         else:
             seen = m * (2 * n - m) if kind == CAUSAL else m * m
         low = 2 * n * self.width if kind == WINDOW and self.width < m else seen
-        return self.heads * n + self.kv_heads * m, self.heads * low, self.heads * seen, last
+        return Work(self.heads * n + self.kv_heads * m, self.heads * low, self.heads * seen, last)
 
 
 class Cost(NamedTuple):
@@ -94,12 +103,12 @@ class Cost(NamedTuple):
         return Cost(*((x * (100 + MARGIN) + 50) // 100 for x in self))
 
     def ms(self, rows: int, pairs: int, keys: int) -> float:
-        """Of a call's rows, one side's pairs and the last tile's keys (`Size.work`)."""
+        """Of a call's rows, one side's pairs and the last tile's keys (`Work`)."""
         return max(taken(self, rows, pairs, keys)) / 2 / _MILLI
 
 
 def taken(cost: tuple[int, ...], rows: int, pairs: int, keys: int) -> tuple[int, int]:
-    """Twice what the host and what the GPU take by a `Cost`, of rows, twice the pairs, and keys (`Size.work`)."""
+    """Twice what the host and what the GPU take by a `Cost`, of rows, twice the pairs, and keys (`Work`)."""
     host, fixed, row, pair, key = cost
     return 2 * host, 2 * (fixed + row * rows + key * keys) + pair * pairs
 
@@ -112,9 +121,9 @@ def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
     return (ours[0] <= theirs[0] or ours[0] <= theirs[1]) and (ours[1] <= theirs[0] or ours[1] <= theirs[1])
 
 
-def pairs_of(contender: str, work: tuple[int, ...]) -> int:
-    """Twice the pairs that a contender in full precision multiplies of `Size.work`."""
-    return work[1] if contender in PEERS else work[2]
+def pairs_of(contender: str, work: Work) -> int:
+    """Twice the pairs that a contender in full precision multiplies."""
+    return work.low if contender in PEERS else work.full
 
 
 class Times(NamedTuple):
@@ -141,8 +150,8 @@ class Times(NamedTuple):
         """Of low precision and of each contender in full precision."""
         work = size.work(self.kind)
         asked = [name for name in self.full if size.by_torch or name in PEERS]
-        full = {name: self.full[name].ms(work[0], pairs_of(name, work), work[3]) for name in asked}
-        return None if self.low is None else self.low.ms(*work[:2], work[3]), full
+        full = {name: self.full[name].ms(work.rows, pairs_of(name, work), work.keys) for name in asked}
+        return None if self.low is None else self.low.ms(work.rows, work.low, work.keys), full
 
 
 def widths_text(head_dim: int, value_dim: int) -> str:

@@ -55,9 +55,10 @@ def time_interleaved(
         measure(run, 2)
         repeats[name] = max(1, round(round_ms / max(measure(run, 2)[0], 1e-3)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    in_order = list(runs.items())
     for turn in range(rounds):
         first = turn * len(runs) // rounds
-        for number, (name, run) in enumerate([*runs.items()][first:] + [*runs.items()][:first]):
+        for number, (name, run) in enumerate(in_order[first:] + in_order[:first]):
             tell((turn + 1 + number / len(runs)) / (rounds + 1))
             if lead:
                 measure(run, round(lead * repeats[name]))

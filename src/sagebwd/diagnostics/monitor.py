@@ -48,7 +48,7 @@ from sagebwd.call import Ask
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.monitor_settings import Monitor
 from sagebwd.diagnostics.trace import SATURATED, Row, measure
-from sagebwd.integrations.transformers import NAME, settings
+from sagebwd.integrations.transformers_settings import NAME, settings
 from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")

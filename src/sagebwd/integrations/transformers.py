@@ -48,7 +48,7 @@ from sagebwd.integrations.transformers_masks import (
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_padding import watch_padding
-from sagebwd.integrations.transformers_settings import NAME, check_model, has_layers, is_fused, settings
+from sagebwd.integrations.transformers_settings import NAME, check_model, is_fused, settings_of
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
@@ -135,10 +135,7 @@ def attention(
             f"attn_implementation='sagebwd'; {USE_INSTEAD}"
         )
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
-    config = getattr(module, "config", None)
-    # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
-    layer = getattr(module, "layer_idx", None) if has_layers(config) else None
-    chosen = settings(config, layer)
+    chosen = settings_of(module)
     sharing = sharing_of(module)
     if norm_rope is not None and not (sharing is None and _takes_projections(mask, query, key, value)):
         query, key = qk_norm_rope(query, key, impl=chosen["impl"], **norm_rope)

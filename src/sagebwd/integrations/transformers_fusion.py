@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from sagebwd.integrations.transformers_settings import NAME, has_layers, is_fused, settings
+from sagebwd.integrations.transformers_settings import NAME, is_fused, settings_of
 from sagebwd.integrations.transformers_torch import say
 from sagebwd.norm_rope import qk_norm_rope
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED
@@ -220,9 +220,7 @@ def fused_forward(
                 "config.sagebwd: fuse: norm and rotary embedding run before attention and not with it, for the KV "
                 "cache that use_cache=True keeps; give use_cache=False in training"
             )
-        layer = module.layer_idx if has_layers(module.config) else None
-        impl = settings(module.config, layer)["impl"]
-        query, key = qk_norm_rope(query, key, impl=impl, **norm_rope)
+        query, key = qk_norm_rope(query, key, impl=settings_of(module)["impl"], **norm_rope)
         key, value = past_key_values.update(key, value, module.layer_idx)
     if form.slides:
         of_config = getattr(module.config, "sliding_window", None)

@@ -7,6 +7,7 @@ import re
 import sys
 from functools import cache
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from sagebwd.integrations.transformers_masks import USE_INSTEAD
@@ -37,6 +38,13 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
     if unknown:
         raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, fuse, layers")
     return {"recipe": chosen.get("recipe", AUTO), "impl": chosen.get("impl")}
+
+
+def settings_of(module: nn.Module) -> dict[str, object]:
+    """`settings` of an attention layer."""
+    config = getattr(module, "config", None)
+    # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
+    return settings(config, getattr(module, "layer_idx", None) if has_layers(config) else None)
 
 
 def has_layers(config: object) -> bool:
