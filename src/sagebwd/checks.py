@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -118,7 +118,7 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
         return
     if torch.jit.is_tracing():
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
-    refuse_forward_mode(given)
+    refuse_forward_mode(given.items())
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
@@ -127,11 +127,11 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
         )
 
 
-def refuse_forward_mode(given: dict[str, Tensor | None]) -> None:
-    """Raises where a tensor has a tangent, which the operators would drop without a word."""
+def refuse_forward_mode(given: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raises where a tensor of such a name has a tangent, which the operators would drop without a word."""
     if forward_ad._current_level < 0:
         return
-    for name, tensor in given.items():
+    for name, tensor in given:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use backward, "

@@ -229,7 +229,7 @@ def differentiable(
     names = [argument.name for argument in operator._schema.arguments[:count]]
 
     def dispatched(keyset: torch._C.DispatchKeySet, *arguments: object) -> object:
-        checks.refuse_forward_mode(dict(zip(names, arguments)))
+        checks.refuse_forward_mode(zip(names, arguments))
 
         def below(*arguments: object) -> object:
             with torch._C._AutoDispatchBelowAutograd():
