@@ -1,7 +1,10 @@
 """GPUs that kernels run on where they are here, and Hopper where it is made up."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 # Of compute capability 8.0 and more, which all kernels need.
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -18,3 +21,17 @@ def as_if_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device, "capability", lambda device: 90)
     monkeypatch.setattr(device, "num_sms", lambda device: 132)
+
+
+# Kernels of attention that makes its codes of what projections give, and of one that is given rows.
+OF_PROJECTIONS = {"query_codes", "key_codes", "finish_gradients_kernel"}
+OF_ROWS = {"key_codes_kernel", "finish_dq_kernel"}
+
+
+def kernels_of(run: Callable[[], object]) -> set[str]:
+    """The names of the kernels that ran on the GPU."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    events = profiled.events()
+    return {x.name.partition("(")[0] for x in events if x.device_type == torch.autograd.DeviceType.CUDA}

@@ -12,7 +12,7 @@ from sagebwd import norm_rope_plan, qk_norm_rope_attention
 from sagebwd.call import empty_like_rows
 from sagebwd.checkpointing import keep_attention
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED
-from tests.gpus import HAS_HOPPER
+from tests.gpus import HAS_HOPPER, OF_PROJECTIONS, OF_ROWS, kernels_of
 from tests.test_norm_rope import drawn
 
 pytest.importorskip("triton")
@@ -81,9 +81,19 @@ class Seen:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, inputs)
 
 
+@pytest.fixture
+def traces_of_2_11(monkeypatch):
+    """torch.compiler.is_exporting says yes in every trace, as torch 2.11's does, of torch.compile too."""
+    from torch._dynamo.trace_rules import lookup
+
+    is_exporting = torch.compiler.is_exporting
+    lookup(is_exporting)  # dynamo notes torch's functions when it first looks: not what replaces this one
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_dynamo_compiling() or is_exporting())
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_it_is_the_operator_in_one_graph(stand_in, case, dynamic):  # noqa: F811
+def test_compiled_it_is_the_operator_in_one_graph(stand_in, traces_of_2_11, case, dynamic):  # noqa: F811
     torch._dynamo.reset()
     given, seen = Given(case), Seen()
     found = given.outcome(torch.compile(given.attend, fullgraph=True, dynamic=dynamic, backend=seen))
@@ -274,10 +284,18 @@ HOPPER = [
 @pytest.mark.skipif(not HAS_HOPPER, reason="of Hopper's kernels")
 @pytest.mark.parametrize(("case", "given"), HOPPER, ids=str)
 def test_compiled_and_composed_are_equal_on_hopper(monkeypatch, case, given):
-    """Bit for bit the call outside of a trace; but for codes that a tie has the other way, the composition."""
+    """Bit for bit the call outside of a trace; but for codes that a tie has the other way, the composition.
+
+    Regression: torch 2.11 took every trace for an export's, and compiled calls were composed.
+    """
     torch._dynamo.reset()
     call = Given(case, **given)
-    found = call.outcome(torch.compile(call.attend, fullgraph=True))
+    compiled = torch.compile(call.attend, fullgraph=True)
+    found = call.outcome(compiled)
+    for attend in (compiled, call.attend):
+        ran = kernels_of(lambda attend=attend: call.outcome(attend))
+        assert ran >= OF_PROJECTIONS
+        assert ran.isdisjoint(OF_ROWS)
     outside = call.outcome()
     monkeypatch.setattr(norm_rope_plan, "attend", lambda *_: None)
     for name, a, same, e in zip(NAMES, found, outside, call.outcome()):

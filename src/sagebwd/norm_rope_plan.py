@@ -133,7 +133,7 @@ def _by_operator(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
 ) -> Tensor | None:
     """The output by the operator, or None where the call is to be composed. Raises as `sage_attention`."""
-    if torch.compiler.is_exporting():  # a program that other GPUs may run, where attention's operator chooses
+    if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
     checked = _checked(q, k, v, given, trains)
     if dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
@@ -149,6 +149,12 @@ def _by_operator(
     numbers = *checked.lengths, checked.is_causal, *checked.window, checked.scale
     settings = *numbers, eps, interleaved, *chosen, switches.current.deterministic
     return norm_rope_attention_ops.qk_norm_rope_attention(q, k, v, *tensors, *checked.offsets, *settings)[0]
+
+
+@assume_constant
+def _is_exported() -> bool:
+    """Whether torch.export traces the call. Asked in a trace itself, torch 2.11 says yes of torch.compile's too."""
+    return torch.compiler.is_exporting()
 
 
 @assume_constant
