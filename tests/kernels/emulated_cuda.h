@@ -64,7 +64,7 @@ static float reciprocal(float x) { return 1.0f / x; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 static void fence() {}
-template <class T> static T* opaque(T* at) { return at; }
+template <class T> static T opaque(T x) { return x; }
 static void four_opaque(int* y, int x) { y[0] = y[1] = y[2] = y[3] = x; }
 static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }

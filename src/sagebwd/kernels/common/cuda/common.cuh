@@ -34,8 +34,8 @@ DEVICE float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" 
 DEVICE void fence() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int from_lane_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-// A pointer of which the compiler knows nothing.
-template <class T> DEVICE T* opaque(T* at) { asm volatile("" : "+l"(at)); return at; }
+// Of 64 bits, of which the compiler knows nothing: it keeps no sums with it in registers.
+template <class T> DEVICE T opaque(T x) { asm volatile("" : "+l"(x)); return x; }
 
 // x in four registers that are none of each other's to ptxas, so that it copies no constant for every product: blocks and
 // grids have one dimension, which it does not know.

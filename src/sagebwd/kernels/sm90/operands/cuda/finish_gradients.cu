@@ -166,18 +166,23 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
   // values by token, loaded while the head before is computed
   i64 place = z * (QUERIES ? sums.total : side.tokens) + start + row;
   float spread[2] = {0, 0}, r[2] = {0, 0};
-  int largest = 0;
-  auto load_head = [&](int head) {
+  const int group = QUERIES ? side.heads / sums.heads_k : 1;
+  int largest = 0, owner = batch * sums.heads_k + begin / group, in_group = begin % group;
+  auto load_head = [&]() {
     UNROLL for (int n = 0; n < 2; n++) {
       if (QUERIES) spread[n] = inside[n] ? sums.spread[place + 8 * n] : 0.0f;
       if (NORM) r[n] = inside[n] ? side.inverse_rms[place + 8 * n] : 0.0f;
     }
-    if (QUERIES) largest = sums.largest[batch * sums.heads_k + head / (side.heads / sums.heads_k)];
+    if (QUERIES) largest = sums.largest[owner];
+    if (++in_group == group) {
+      in_group = 0;
+      owner++;
+    }
     place += QUERIES ? sums.total : side.tokens;
   };
 
   UNROLL for (int n = 0; n < STAGES - 1; n++) copy_head();
-  load_head(begin);
+  load_head();
   share_weights(base + WEIGHTS_AT, side.weight);
   const Signs<true> signs(lane);
   u16* dx = side.dx.row(batch, begin, start + row);
@@ -192,7 +197,7 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
     copy_head();
     const float r_now[2] = {r[0], r[1]}, scale = float8_scale(largest) * sums.scale * (TURNED ? ROOT : 1.0f);
     const float factor[2] = {spread[0] * scale, spread[1] * scale};
-    if (head + 1 < end) load_head(head + 1);
+    if (head + 1 < end) load_head();
     const u32 tile = base + STAGES_AT + (head - begin) % STAGES * STAGE;
     u32 y[2][J][4];
     if (QUERIES) {
@@ -212,8 +217,8 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
       UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) load_words4(y[n][j], tile + of_row(row + 8 * n, 4 * j + lane.t));
     }
     UNROLL for (int n = 0; n < 2; n++) {
-      const u8 *cos = opaque(side.cos), *sin = opaque(side.sin);  // a sum each, in place of four pointers
-      finish_row(y[n], tile + TILE, row + 8 * n, r_now[n], cos + angles[n], sin + angles[n], base + WEIGHTS_AT, dw, inside[n], dx + 8 * n * side.dx.token);
+      const i64 at = opaque(angles[n]);  // a sum each, in place of four pointers
+      finish_row(y[n], tile + TILE, row + 8 * n, r_now[n], side.cos + at, side.sin + at, base + WEIGHTS_AT, dw, inside[n], dx + 8 * n * side.dx.token);
     }
     dx += side.dx.head;
   }
