@@ -240,10 +240,10 @@ class Plan:
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
             program = self._backward_program(call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
-        dq, dk, dv, *shares, by_block = program.run(tensors)
+        *gradients, by_block = program.run(tensors)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
-        return dq, dk, dv, *(None if x is None else x.sum(0) for x in shares), by_block
+        return *gradients, by_block
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
