@@ -38,7 +38,7 @@ _DIRECTIONS = {"fwd": FORWARD, "fwd+bwd": TRAINING}
 def rows_of(name: str) -> tuple[dict, list[dict]]:
     """The facts of a results file, and its rows as `sagebwd.auto.fit` takes them.
 
-    name: FILE[:KIND,...][@WIDTH,...]. Raises ValueError for a file of other rows, and for kinds or widths that it lacks.
+    name: FILE[:KIND,...][@WIDTH,...]. Raises ValueError for a file of other rows, and for what it has no rows of.
     """
     names, _, widths = name.partition("@")
     file, _, kinds = names.partition(":")
