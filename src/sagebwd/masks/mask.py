@@ -106,6 +106,11 @@ class Mask(NamedTuple):
         return self.elements[self.tiles[:, :, q // TILE, k // TILE].long(), q % TILE, k % TILE]
 
 
+def by_kernels(x: Tensor) -> bool:
+    """Whether kernels read a mask: on a GPU, and where a program of such is described (`program`)."""
+    return x.is_cuda or x.is_meta
+
+
 def of_tensor(elements: Tensor) -> Mask:
     """The mask of a tensor in four dimensions."""
     return Mask(elements, None, *blocks_of(elements))
@@ -125,7 +130,7 @@ def hidden(dtype: torch.dtype) -> float:
 
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`Mask.blocks` of a tensor in four dimensions, and which keys any query of any head sees, (B or 1, M or 1)."""
-    if elements.is_cuda:
+    if by_kernels(elements):
         from sagebwd.masks import mask_blocks
 
         if mask_blocks.takes(elements):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagebwd.masks import mask as masks
 from sagebwd.masks.band import Band
 from sagebwd.masks.lists import order_of
 from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
@@ -56,7 +57,7 @@ def query_lists(
     blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
 ) -> Tensor:
     """The lists of `of_queries`; blocks, of the mask."""
-    if blocks.is_cuda:
+    if masks.by_kernels(blocks):
         from sagebwd.masks import list_kernels
 
         return list_kernels.of_queries(blocks, key_mask, tokens, band, tile)
@@ -86,7 +87,7 @@ def key_lists(
     group: int, heads: int = 0, interleave_heads: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The lists of `of_keys`, and their work splits if heads is not 0; blocks, of the mask; tiles, of the words."""
-    if blocks.is_cuda:
+    if masks.by_kernels(blocks):
         from sagebwd.masks import list_kernels
 
         return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads)
@@ -171,7 +172,7 @@ def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
 
     And which of them each tile's are, (B, H, N / TILE, M / TILE) int32.
     """
-    if elements.is_cuda:
+    if masks.by_kernels(elements):
         from sagebwd.masks import mask_blocks
 
         if mask_blocks.takes(elements):
