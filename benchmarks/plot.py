@@ -8,6 +8,7 @@ The first draws a file of `python -m benchmarks attention`, the second files of 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -141,14 +142,22 @@ def _parts(row: dict) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Draw as ``arguments`` say; exits with the module's text where they are something else."""
-    paths = [Path(argument) for argument in arguments[1:]]
-    if arguments[:1] == ["attention"] and len(paths) == 2:
-        print(plot_attention(*paths))
-    elif arguments[:1] == ["steps"] and len(paths) > 1:
-        print(plot_steps(paths[:-1], paths[-1]))
-    else:
-        sys.exit(__doc__)
+    """Draw as ``arguments`` say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("attention", "steps"))
+    parser.add_argument("files", nargs="+", type=Path, help="result files, JSON; one of attention")
+    parser.add_argument("picture", type=Path)
+    given = parser.parse_args(arguments)
+    if given.kind == "attention" and len(given.files) > 1:
+        parser.error(f"files: attention is drawn of one, got {len(given.files)}")
+    try:
+        print(
+            plot_steps(given.files, given.picture)
+            if given.kind == "steps"
+            else plot_attention(*given.files, given.picture)
+        )
+    except OSError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ several.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from sagebwd.call import Call, Saved
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
+from sagebwd.recipe import Recipe
 from tests.attention_case import AttentionCase
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
@@ -271,7 +273,7 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
 
 
 def rows(
-    arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: str = "256", until: str = "cubin"
+    arch: str, head_dim: str, recipe: str, form: str = "causal", tokens: str | int = "256", until: str = "cubin"
 ) -> list[dict]:
     """`launches` of a call as the command line names it; "ungrouped": causal, with a key head for each query head."""
     causal, count = form not in ("full", "packed", "padded") and form in FORMS, int(tokens)
@@ -307,5 +309,21 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         serve()
     else:
-        for row in rows(*sys.argv[1:]):
+        from tests.masks import KINDS
+
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name in ("arch", "head_dim", "recipe"):
+            parser.add_argument(name)
+        parser.add_argument("form", nargs="?", default="causal", choices=(*FORMS, *KINDS), metavar="form")
+        parser.add_argument("tokens", nargs="?", type=int, default=256)
+        parser.add_argument("until", nargs="?", default="cubin", choices=("ttgir", "ptx", "cubin"))
+        given = parser.parse_args()
+        for name, accepted in (("arch", r"hopper|\d+"), ("head_dim", r"\d+(/\d+)?")):
+            if not re.fullmatch(accepted, getattr(given, name)):
+                parser.error(f"{name}: got {getattr(given, name)!r}; accepted: {accepted}")
+        try:
+            Recipe.parse(given.recipe)
+        except ValueError as error:
+            parser.error(str(error))
+        for row in rows(**vars(given)):
             print(json.dumps(row))

@@ -3,6 +3,8 @@
 `compute-sanitizer --tool racecheck python -m tools.handover`, on a Hopper GPU; `tools.sanitize` runs it too.
 """
 
+import argparse
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +28,7 @@ def handover_kernel(out, first, second):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     out = torch.zeros(64, 3, dtype=torch.int32, device="cuda")
     handover_kernel[(64,)](out, 3, 5, num_warps=4)
     assert out.tolist() == [[3, 5, 8]] * 64

@@ -7,13 +7,14 @@ what `sage_attention` costs by `token` on the portable kernels under masks of ea
 `mixed` on Hopper's kernels, and `new-masks` how
 long calls take, the device's part included, under masks of each kind, beside torch's `create_block_mask`.
 
-With ``--cuda`` first it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
+With ``--cuda`` it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
 attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the
 kernels that read a mask are launched on the same libcuda, but for what is made of a BlockMask.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import re
@@ -248,16 +249,26 @@ def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure the recipes that are named, on a GPU if ``--cuda`` comes first."""
-    device = "cuda" if arguments[:1] == ["--cuda"] else "cpu"
-    recipes = arguments[device == "cuda" :] or ["mixed"]
+    """Measure the recipes that are named, on a GPU with ``--cuda``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", action="store_true", help="run on the GPU that is there, an H100 or H200")
+    parser.add_argument("recipes", nargs="*", default=["mixed"], help="recipes, masks or new-masks [default: mixed]")
+    given = parser.parse_args(arguments)
+    of_masks = {"masks": measure_masks, "new-masks": measure_new_masks}
+    for text in given.recipes:
+        if text not in of_masks:
+            try:
+                Recipe.parse(text)
+            except ValueError as error:
+                parser.error(str(error))
+    device = "cuda" if given.cuda else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         if device == "cpu":
             take_driver(Path(folder))
             take_runtime(Path(folder))
         on_hopper = partial(measure_masks, recipe="mixed", impl="hopper")
         of_masks = {"masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks}
-        found = {text: of_masks.get(text, partial(measure, text))(device=device) for text in recipes}
+        found = {text: of_masks.get(text, partial(measure, text))(device=device) for text in given.recipes}
         if device == "cuda":
             found["torch"] = measure_torch()
         for text, times in found.items():

@@ -14,6 +14,7 @@ spills, registers and shared memory fall.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -183,9 +184,11 @@ def _text(value: object, depth: int = 0) -> str:
 
 def main(arguments: list[str]) -> int:
     """Compare or write; 1 where something differs."""
-    if arguments not in ([], ["--exact"], ["--write"]):
-        print(__doc__)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--exact", action="store_true", help="1 where anything differs")
+    one.add_argument("--write", action="store_true", help="write the table of this triton")
+    given = parser.parse_args(arguments)
     table = read() if TABLE.exists() else {"timed": {}, "untimed": {}}
     mine = table.setdefault(triton.__version__, {})
     failed = False
@@ -194,10 +197,10 @@ def main(arguments: list[str]) -> int:
         for call in calls:
             mine[family][name_of(call)] = found = facts(call)
             differ = differences(found, known.get(name_of(call), {}))
-            failed |= any(arguments or not difference.allowed for difference in differ)
+            failed |= any(given.exact or given.write or not difference.allowed for difference in differ)
             print(f"triton {triton.__version__}, {name_of(call)}: {len(differ)} differences", flush=True)
             print("".join(f"    {x.text}{' (allowed)' * x.allowed}\n" for x in differ), end="")
-    if arguments == ["--write"]:
+    if given.write:
         TABLE.write_text(_text(table) + "\n", encoding="utf-8")
         print(f"wrote {TABLE}")
     return int(failed)

@@ -4,6 +4,7 @@
 require, and nothing else, so pip has to find every requirement of the wheel among them; then those of the `cli` extra.
 """
 
+import argparse
 import ast
 import importlib.metadata
 import os
@@ -171,6 +172,7 @@ def expect(holds: bool, otherwise: str) -> None:
 
 def main() -> None:
     """Build, look, install and run."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         wheel, sdist = build(Path(folder) / "dist")

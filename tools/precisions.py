@@ -6,7 +6,7 @@ A test holds the committed picture to what this draws.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -113,6 +113,8 @@ def drawn() -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=PICTURE, help="the picture")
+    path = parser.parse_args().file
     path.write_text(drawn(), encoding="utf-8")
     print(path)

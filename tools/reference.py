@@ -6,9 +6,9 @@ holds the committed pages to what this writes.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,5 +186,7 @@ def write(folder: Path = FOLDER) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for path in write(*map(Path, sys.argv[1:2])):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="of the pages")
+    for path in write(parser.parse_args().folder):
         print(path)

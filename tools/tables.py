@@ -4,6 +4,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`. NAME is a func
 names the files that it reads; a new results file changes nothing until a function names it.
 """
 
+import argparse
 import json
 import math
 import re
@@ -767,9 +768,15 @@ def readme_limits() -> str:
     ])  # fmt: skip
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Write the tables of the pages that are named, or of all."""
-    for path in [Path(name) for name in names] or pages():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="paths of pages, all unless named")
+    named = parser.parse_args(arguments).pages
+    for path in named:
+        if not path.is_file():
+            parser.error(f"pages: {path} is no file")
+    for path in named or pages():
         text = path.read_text(encoding="utf-8")
         if (new := written(text)) != text:
             path.write_text(new, encoding="utf-8")

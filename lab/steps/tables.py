@@ -8,8 +8,8 @@ table each for every model and way of running it.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -168,6 +168,10 @@ def _name(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
-        sys.exit(__doc__)
-    print(markdown([Path(argument) for argument in sys.argv[1:]]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="result files, JSON")
+    given = parser.parse_args()
+    try:
+        print(markdown(given.files))
+    except OSError as error:
+        parser.error(str(error))

@@ -10,6 +10,7 @@ the last ("near") share its blocks. Emulator in FP32, Gaussian inputs drawn in B
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -149,11 +150,14 @@ def _cell(value: float, how: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, write the JSON that ``arguments`` name, if any, and print the tables."""
-    if len(arguments) > 1 or (arguments and not arguments[0].endswith(".json")):
-        sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, help="JSON to write, .json")
+    file = parser.parse_args(arguments).file
+    if file is not None and file.suffix != ".json":
+        parser.error(f"file: {file} does not end in .json")
     content = {"torch": torch.__version__, "tokens": TOKENS, "head_dim": HEAD_DIM, "seeds": SEEDS, "rows": measure()}
-    if arguments:
-        write(Path(arguments[0]), content)
+    if file is not None:
+        write(file, content)
     print(markdown(content))
 
 

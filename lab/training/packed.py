@@ -10,6 +10,7 @@ Raw metrics are what curves are drawn from, and too many files to keep in a repo
 
 from __future__ import annotations
 
+import argparse
 import json
 import lzma
 import shutil
@@ -146,12 +147,24 @@ def _largest(check: dict[str, float], key: str) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that ``arguments`` name; exits with the module's text where they name none."""
-    commands = {"pack": (pack, 2), "unpack": (unpack, 2), "curves": (curves, 1), "evaluations": (evaluations, 1)}
-    function, count = commands.get(arguments[0] if arguments else "", (None, 0))
-    if function is None or len(arguments) != count + 1:
-        sys.exit(__doc__)
-    function(*map(Path, arguments[1:]))
+    """Run the command that ``arguments`` name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for function, names in (
+        (pack, ("folder", "output")),
+        (unpack, ("folder", "output")),
+        (curves, ("folder",)),
+        (evaluations, ("folder",)),
+    ):
+        command = commands.add_parser(function.__name__, description=function.__doc__)
+        command.set_defaults(function=function, names=names)
+        for name in names:
+            command.add_argument(name, type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        given.function(*(getattr(given, name) for name in given.names))
+    except OSError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -160,7 +160,6 @@ def test_kernels_that_come_and_go_are_differences():
         (["--exact"], {}, 0),
         (["--exact"], {"loops": [913, 200]}, 1),
         (["--exact"], {"spills": 4}, 1),
-        (["--exactly"], {}, 2),
     ],
 )
 def test_the_command(monkeypatch, capsys, arguments, found, code):
