@@ -26,7 +26,7 @@ pytestmark = on_gpu
 # A thread's local memory, bytes: what does not fit its registers.
 STACK_BYTES = 64
 # Widths of a thread block, stages, and groups of heads that do not divide the heads.
-SMALL, WIDE = Tiles(2, 3, 3, 2), Tiles(8, 8, 2, 2)
+SMALL, WIDE = Tiles(4, 3, 3, 2), Tiles(16, 4, 2, 1)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from sagebwd.reference.float8 import RESTORED
 
 
 class Tiles(NamedTuple):
-    """Warps of 16 tokens of a thread block, its heads, their stages, and thread blocks that a multiprocessor holds."""
+    """Warps of 8 tokens of a thread block, its heads, stages of two, and thread blocks that a multiprocessor holds."""
 
     warps: int
     heads: int
@@ -35,11 +35,11 @@ class Tiles(NamedTuple):
     @property
     def tokens(self) -> int:
         """Tokens of a thread block."""
-        return 16 * self.warps
+        return 8 * self.warps
 
 
 # By head_dim; not timed.
-TILES = {64: Tiles(4, 8, 2, 4), 128: Tiles(4, 8, 2, 3)}
+TILES = {64: Tiles(4, 16, 2, 5), 128: Tiles(4, 16, 2, 3)}
 
 
 def source(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, tiles: Tiles) -> Source:
@@ -48,7 +48,7 @@ def source(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, t
     macros = macros_of(head_dim, turned, dtype, prologue)
     macros |= {"AHEAD": 0, "WARPS": warps, "HEADS": heads, "STAGES": stages, "CTAS": blocks_an_sm}
     files = SOURCES / "rows.cuh", SOURCES / "finish_gradients.cu"
-    a_stage = 2 * head_dim * tiles.tokens * (1 if prologue.eps is None else 2)
+    a_stage = 2 * head_dim * tiles.tokens * (2 if prologue.eps is None else 4)
     constants = tuple((name, int(x)) for name, x in macros.items())
     return Source("finish_gradients", files, constants, warps, 4 * head_dim + stages * a_stage)
 

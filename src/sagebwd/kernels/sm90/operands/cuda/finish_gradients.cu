@@ -1,13 +1,14 @@
 // Gradients of what projections wrote, and of the norms' weights: dQ of its sums and dK, back through rotary embedding
 // and RMS norm. rows.cuh says how a thread has rows; macros beside its own: STAGES, of heads' tiles in shared memory.
-// A thread block has TOKENS of a sequence, several heads one after another, whose tiles are copied while others are
-// computed: registers hold no load that is under way. Sums of dQ lie by channel and are transposed by ldmatrix.
+// A thread block has TOKENS of a sequence, two heads at a time, whose tiles are copied while others are computed:
+// registers hold no load that is under way. A thread's two rows are one token's, with the same cos and sin, which the
+// nearest cache may have lost since the heads before. Sums of dQ lie by channel and are transposed by ldmatrix.
 
-constexpr int TOKENS = 16 * WARPS, EIGHTS = TOKENS / 8, PIECES = D / 8;  // of a tile: tokens and channels by 16 bytes
-constexpr u32 ROW = 2 * D, TILE = TOKENS * ROW, STAGE = (NORM ? 2 : 1) * TILE;  // bytes
+constexpr int TOKENS = 8 * WARPS, EIGHTS = TOKENS / 8, PIECES = D / 8;  // of a tile: tokens and channels by 16 bytes
+constexpr u32 ROW = 2 * D, TILE = TOKENS * ROW, STAGE = (NORM ? 4 : 2) * TILE;  // bytes of a head's rows, of a tile, of two heads'
 constexpr u32 WEIGHTS_AT = 0, STAGES_AT = 4 * D;
 static_assert(STAGES > 1 && EIGHTS >= 4, "a tile is copied while another is computed; places below");
-static_assert(TILE >= WARPS * D * 4, "shares of warps");
+static_assert(STAGE >= WARPS * D * 4, "shares of warps");
 
 // Byte of 8 channels of a token's row: four pieces side by side of two rows lie in 32 banks.
 DEVICE u32 of_row(int token, int piece) { return token * ROW + ((piece ^ (token & 1) << 2) << 4); }
@@ -70,60 +71,63 @@ DEVICE void copy_sums(u32 to, const u16* at, i64 pitch) {
   }
 }
 
-// Gradient of a row, of that of its turned one in 16 bits; dw: added to. r: 1 / rms. x: where the row's tile is.
-DEVICE void finish_row(const u32 y[J][4], u32 x, int token, float r, const u8* cos_at, const u8* sin_at, u32 weights, float dw[J][8], bool inside, u16* dx) {
+// Gradients z of two rows, of those of the turned ones; dw: added to. r: 1 / rms. x: bytes where each row's tile is.
+DEVICE void finish_token(float z[2][J][8], const u32* x, int token, const float* r, const u8* cos_at, const u8* sin_at, u32 weights, float dw[J][8]) {
   const int t = threadIdx.x & 3;
-  float z[J][8];
-  UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) z[j][c] = value_of(y[j], c);
 #if ROPE
   UNROLL for (int p = 0; p < J / 2; p++) {
     fence();  // registers of two chunks' angles at a time
     const int chunks[2] = {INTERLEAVED ? 2 * p : p, INTERLEAVED ? 2 * p + 1 : p + J / 2};
     Angles cos[2], sin[2];
-    UNROLL for (int n = 0; n < 2; n++) {
-      cos[n].load(cos_at + (32 * chunks[n] + 8 * t) * TABLE_BYTES);
-      sin[n].load(sin_at + (32 * chunks[n] + 8 * t) * TABLE_BYTES);
+    UNROLL for (int m = 0; m < 2; m++) {
+      cos[m].load(cos_at + (32 * chunks[m] + 8 * t) * TABLE_BYTES);
+      sin[m].load(sin_at + (32 * chunks[m] + 8 * t) * TABLE_BYTES);
     }
     // da = da' cos_a + db' sin_b, db = db' cos_b - da' sin_a
     UNROLL for (int i = 0; i < 8; i++) {
-      const int n_a = INTERLEAVED ? i / 4 : 0, n_b = INTERLEAVED ? n_a : 1, c_a = INTERLEAVED ? i % 4 * 2 : i, c_b = INTERLEAVED ? c_a + 1 : i;
-      float &a = z[chunks[n_a]][c_a], &b = z[chunks[n_b]][c_b];
-      const float turned_a = a, turned_b = b;
-      a = turned_a * cos[n_a].at(c_a) + turned_b * sin[n_b].at(c_b);
-      b = turned_b * cos[n_b].at(c_b) - turned_a * sin[n_a].at(c_a);
+      const int m_a = INTERLEAVED ? i / 4 : 0, m_b = INTERLEAVED ? m_a : 1, c_a = INTERLEAVED ? i % 4 * 2 : i, c_b = INTERLEAVED ? c_a + 1 : i;
+      const float cos_a = cos[m_a].at(c_a), sin_a = sin[m_a].at(c_a), cos_b = cos[m_b].at(c_b), sin_b = sin[m_b].at(c_b);
+      UNROLL for (int n = 0; n < 2; n++) {
+        float &a = z[n][chunks[m_a]][c_a], &b = z[n][chunks[m_b]][c_b];
+        const float turned_a = a, turned_b = b;
+        a = turned_a * cos_a + turned_b * sin_b;
+        b = turned_b * cos_b - turned_a * sin_a;
+      }
     }
   }
 #endif
 #if NORM
   // dw += dz x r, dx = r (dz w - x r mean(dz w x r))
-  u32 words[J][4];
-  float products[J];
+  float products[2] = {0, 0};
   UNROLL for (int j = 0; j < J; j++) {
-    load_words4(words[j], x + of_row(token, 4 * j + t));
-    products[j] = 0;
 #if WEIGHT_BYTES
     float w[8];
     load_shared4(w, weights + (32 * j + 8 * t) * 4);
     load_shared4(w + 4, weights + (32 * j + 8 * t + 4) * 4);
 #endif
-    UNROLL for (int c = 0; c < 8; c++) {
-      const float unit = value_of(words[j], c) * r;
+    fence();  // and of one chunk's x and w
+    UNROLL for (int n = 0; n < 2; n++) {
+      u32 words[4];
+      load_words4(words, x[n] + of_row(token, 4 * j + t));
+      UNROLL for (int c = 0; c < 8; c++) {
+        const float unit = value_of(words, c) * r[n];
 #if WEIGHT_BYTES
-      dw[j][c] = fmaf(z[j][c], unit, dw[j][c]);
-      z[j][c] *= w[c];
+        dw[j][c] = fmaf(z[n][j][c], unit, dw[j][c]);
+        z[n][j][c] *= w[c];
 #endif
-      products[j] = fmaf(z[j][c], unit, products[j]);
+        products[n] = fmaf(z[n][j][c], unit, products[n]);
+      }
     }
   }
-  UNROLL for (int j = 1; j < J; j++) products[0] += products[j];
-  const float mean = over_row(products[0]) * (1.0f / D) * r;
-  UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) z[j][c] = fmaf(-mean, value_of(words[j], c), z[j][c]) * r;
-#endif
-  UNROLL for (int j = 0; j < J; j++) {
-    u32 out[4];
-    UNROLL for (int w = 0; w < 4; w++) out[w] = to_16bit(z[j][2 * w], z[j][2 * w + 1]);
-    if (inside) *(uint4*)(dx + 32 * j + 8 * t) = make_uint4(out[0], out[1], out[2], out[3]);
+  UNROLL for (int n = 0; n < 2; n++) {
+    const float mean = over_row(products[n]) * (1.0f / D) * r[n];
+    UNROLL for (int j = 0; j < J; j++) {
+      u32 words[4];  // again: to keep them takes registers
+      load_words4(words, x[n] + of_row(token, 4 * j + t));
+      UNROLL for (int c = 0; c < 8; c++) z[n][j][c] = fmaf(-mean, value_of(words, c), z[n][j][c]) * r[n];
+    }
   }
+#endif
 }
 
 // A program of queries (their sums) or of keys (dK, by its strides).
@@ -141,8 +145,8 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
     for (int i = threadIdx.x; side.share && i < D; i += THREADS) side.share[(i64)program * D + i] = 0;
     return;
   }
-  const int row = 16 * lane.warp + lane.g;  // and 8 more
-  const bool inside[2] = {row < left, row + 8 < left};
+  const int row = 8 * lane.warp + lane.g;
+  const bool inside = row < left;
 
   // what the thread copies and stores of a head, and the next head's
   const i64 pitch = sums.blocks * sums.block, z = QUERIES && sums.cu_seqlens ? begin : batch * side.heads + begin;
@@ -150,77 +154,95 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
   const u16 *gradient_at, *x_at = side.x.row(batch, begin, start + threadIdx.x / PIECES) + 8 * (threadIdx.x % PIECES);
   if (QUERIES) gradient_at = sums.at + (z * D + turn) * pitch + rows.padded(sums.cu_seqlens, batch, (int)sums.block) * sums.block + first + piece;
   else gradient_at = dk.row(batch, begin, start + turn) + piece;
-  int copied = 0;
-  auto copy_head = [&]() {
-    if (begin + copied < end) {
-      const u32 to = base + STAGES_AT + copied % STAGES * STAGE;
-      if (QUERIES) copy_sums(to, gradient_at, pitch);
-      else copy_rows(to, gradient_at, dk.token, left);
-      if (NORM) copy_rows(to + TILE, x_at, side.x.token, left);
-      gradient_at += QUERIES ? D * pitch : dk.head;
-      x_at += side.x.head;
+  int copied = 0;  // heads
+  auto copy_heads = [&]() {
+    u32 to = base + STAGES_AT + copied / 2 % STAGES * STAGE;
+    UNROLL for (int n = 0; n < 2; n++) {
+      if (begin + copied < end) {
+        if (QUERIES) copy_sums(to, gradient_at, pitch);
+        else copy_rows(to, gradient_at, dk.token, left);
+        if (NORM) copy_rows(to + TILE, x_at, side.x.token, left);
+        gradient_at += QUERIES ? D * pitch : dk.head;
+        x_at += side.x.head;
+      }
+      to += STAGE / 2;
+      copied++;
     }
-    copied++;
     commit_copies();
   };
-  // values by token, loaded while the head before is computed
+  // values by token, loaded while the heads before are computed
   i64 place = z * (QUERIES ? sums.total : side.tokens) + start + row;
-  float spread[2] = {0, 0}, r[2] = {0, 0};
   const int group = QUERIES ? side.heads / sums.heads_k : 1;
-  int largest = 0, owner = batch * sums.heads_k + begin / group, in_group = begin % group;
-  auto load_head = [&]() {
+  int owner = batch * sums.heads_k + begin / group, in_group = begin % group, loaded = begin;
+  float spread[2] = {0, 0}, r[2] = {0, 0};
+  int largest[2] = {0, 0};
+  auto load_heads = [&]() {
     UNROLL for (int n = 0; n < 2; n++) {
-      if (QUERIES) spread[n] = inside[n] ? sums.spread[place + 8 * n] : 0.0f;
-      if (NORM) r[n] = inside[n] ? side.inverse_rms[place + 8 * n] : 0.0f;
+      const bool there = inside && loaded < end;
+      if (QUERIES) spread[n] = there ? sums.spread[place] : 0.0f;
+      if (NORM) r[n] = there ? side.inverse_rms[place] : 0.0f;
+      if (QUERIES) largest[n] = loaded < end ? sums.largest[owner] : 0;
+      if (++in_group == group) {
+        in_group = 0;
+        owner++;
+      }
+      place += QUERIES ? sums.total : side.tokens;
+      loaded++;
     }
-    if (QUERIES) largest = sums.largest[owner];
-    if (++in_group == group) {
-      in_group = 0;
-      owner++;
-    }
-    place += QUERIES ? sums.total : side.tokens;
   };
 
-  UNROLL for (int n = 0; n < STAGES - 1; n++) copy_head();
-  load_head();
+  UNROLL for (int n = 0; n < STAGES - 1; n++) copy_heads();
+  load_heads();
   share_weights(base + WEIGHTS_AT, side.weight);
   const Signs<true> signs(lane);
   u16* dx = side.dx.row(batch, begin, start + row);
-  i64 angles[2];
-  UNROLL for (int n = 0; n < 2; n++) angles[n] = batch * side.table_batch + (start + min(row + 8 * n, left - 1)) * side.table_token;
+  const i64 angles = batch * side.table_batch + (start + min(row, left - 1)) * side.table_token;
   float dw[J][8];
   UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) dw[j][c] = 0;
 #pragma unroll 1
-  for (int head = begin; head < end; head++) {
+  for (int head = begin; head < end; head += 2) {
     wait_for_copies<STAGES - 2>();
-    __syncthreads();  // what all copied is there, and nobody reads the tile that is copied next
-    copy_head();
-    const float r_now[2] = {r[0], r[1]}, scale = float8_scale(largest) * sums.scale * (TURNED ? ROOT : 1.0f);
-    const float factor[2] = {spread[0] * scale, spread[1] * scale};
-    if (head + 1 < end) load_head();
-    const u32 tile = base + STAGES_AT + (head - begin) % STAGES * STAGE;
-    u32 y[2][J][4];
+    __syncthreads();  // what all copied is there, and nobody reads the tiles that are copied next
+    copy_heads();
+    const float r_now[2] = {r[0], r[1]}, root = sums.scale * (TURNED ? ROOT : 1.0f);
+    const float factor[2] = {spread[0] * (float8_scale(largest[0]) * root), spread[1] * (float8_scale(largest[1]) * root)};
+    if (head + 2 < end) load_heads();
+    const u32 tile = base + STAGES_AT + (head - begin) / 2 % STAGES * STAGE;
+    const bool there[2] = {inside, inside && head + 1 < end};
+    const u32 tiles[2] = {tile, head + 1 < end ? tile + STAGE / 2 : tile};  // the first's again, times 0
+    float z[2][J][8];
     if (QUERIES) {
-      // dQ = dQ' R
-      float turned[2][J][8];
+      // dQ = dQ' R, in 16 bits
       const int r8 = threadIdx.x & 7, channel = 8 * (r8 >> 1) + 2 * ((threadIdx.x & 31) >> 3) + (r8 & 1);
       UNROLL for (int j = 0; j < J; j++) {
         u32 words[2][4];
-        UNROLL for (int n = 0; n < 2; n++) load_matrices_transposed(words[n], tile + of_channel(32 * j + channel, 2 * lane.warp + n));
-        if (TURNED) times_signs(words[0], words[1], signs, turned[0][j], turned[1][j]);
-        else UNROLL for (int n = 0; n < 2; n++) UNROLL for (int c = 0; c < 8; c++) turned[n][j][c] = from_fp16((u16)(words[n][c >> 1] >> 16 * (c & 1)));
+        UNROLL for (int n = 0; n < 2; n++) load_matrices_transposed(words[n], tiles[n] + of_channel(32 * j + channel, lane.warp));
+        if (TURNED) times_signs(words[0], words[1], signs, z[0][j], z[1][j]);
+        else UNROLL for (int n = 0; n < 2; n++) UNROLL for (int c = 0; c < 8; c++) z[n][j][c] = from_fp16((u16)(words[n][c >> 1] >> 16 * (c & 1)));
       }
-      if (TURNED) add_fours(turned);
-      UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) UNROLL for (int w = 0; w < 4; w++)
-        y[n][j][w] = to_16bit(turned[n][j][2 * w] * factor[n], turned[n][j][2 * w + 1] * factor[n]);
+      if (TURNED) add_fours(z);
+      UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) UNROLL for (int w = 0; w < 4; w++) {
+        const u32 rounded = to_16bit(z[n][j][2 * w] * factor[n], z[n][j][2 * w + 1] * factor[n]);
+        UNROLL for (int b = 0; b < 2; b++) z[n][j][2 * w + b] = value_of(&rounded, b);
+      }
     } else {
-      UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) load_words4(y[n][j], tile + of_row(row + 8 * n, 4 * j + lane.t));
+      UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) {
+        u32 words[4];
+        load_words4(words, tiles[n] + of_row(row, 4 * j + lane.t));
+        UNROLL for (int c = 0; c < 8; c++) z[n][j][c] = value_of(words, c);
+      }
     }
+    const u32 x[2] = {tiles[0] + TILE, tiles[1] + TILE};
+    const i64 at = opaque(angles);  // a sum each, in place of two pointers
+    finish_token(z, x, row, r_now, side.cos + at, side.sin + at, base + WEIGHTS_AT, dw);
     UNROLL for (int n = 0; n < 2; n++) {
-      const i64 at = opaque(angles[n]);  // a sum each, in place of four pointers
-      finish_row(y[n], tile + TILE, row + 8 * n, r_now[n], side.cos + at, side.sin + at, base + WEIGHTS_AT, dw, inside[n], dx + 8 * n * side.dx.token);
+      UNROLL for (int j = 0; j < J; j++) {
+        u32 out[4];
+        UNROLL for (int w = 0; w < 4; w++) out[w] = to_16bit(z[n][j][2 * w], z[n][j][2 * w + 1]);
+        if (there[n]) *(uint4*)(dx + 32 * j + 8 * lane.t) = make_uint4(out[0], out[1], out[2], out[3]);
+      }
+      dx += side.dx.head;
     }
-    dx += side.dx.head;
   }
 #if WEIGHT_BYTES
   if (!side.share) return;
