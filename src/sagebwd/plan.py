@@ -24,8 +24,9 @@ from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
+from sagebwd.masks import sm90_block_lists
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.parts import tensors_in
+from sagebwd.masks.parts import PartsOfCall, tensors_in
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 from sagebwd.reference import sinks as epilogue
 
@@ -143,6 +144,19 @@ def pieces_of(
     return pieces, end
 
 
+class _Elements(NamedTuple):
+    """A mask of elements that a plan's programs read: how an attn_mask is seen in four dimensions, and who reads it.
+
+    by_query: whether forward's kernels read bits of rows of queries. by_key: whether backward's read bits of rows of
+    keys.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    by_query: bool
+    by_key: bool
+
+
 class _Read(NamedTuple):
     """What kernels read of a mask: fields of a `Call`, their tensors in order, and how these lie where that varies."""
 
@@ -152,6 +166,9 @@ class _Read(NamedTuple):
 
 
 _NOTHING = _Read({}, (), None)
+# What forward's program leaves of a mask's elements for backward's: blocks and keys as of `Mask`, and the bits of rows
+# of keys and their tiles as of `BlockLists`.
+_LEFT = "left"
 
 
 class SdpaCall:
@@ -166,9 +183,13 @@ class Plan:
     """The plan of a call that kernels, or the reference, run."""
 
     def __init__(
-        self, choice: Choice, call: Call, q: Tensor, k: Tensor, *, sinks: bool, padding: Tensor | None = None
-    ) -> None:
-        """Of q and k, or of tensors that lie like them; call, of which no tensor is kept; padding, the keys' view."""
+        self, choice: Choice, call: Call, q: Tensor, k: Tensor, *, sinks: bool, padding: Tensor | None = None,
+        elements: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Of q and k, or of tensors that lie like them; call, of which no tensor is kept; padding, the keys' view.
+
+        elements: an attn_mask in four dimensions that is no padding.
+        """
         self.choice, self.packed = choice, call.packed
         self.answer = answer(str(choice.recipe), choice.name)
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
@@ -179,6 +200,7 @@ class Plan:
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.padding = None if padding is None else (padding.shape, padding.stride())
+        self.elements = None if elements is None or self.is_empty else self._elements_of(elements)
         self.programs = Cache(MOST_PROGRAMS)
 
     def masks_of(
@@ -189,14 +211,31 @@ class Plan:
             return None, mask
         if self.padding is not None and mask is None:
             return attn_mask.as_strided(*self.padding), None
+        if self.elements is not None and mask is None:  # which the programs read
+            return None, Mask(attn_mask.as_strided(*self.elements[:2]), None, None, None, PartsOfCall())
         elements = mask_argument.elements_of(attn_mask, q, k)
         return mask_argument.read(attn_mask, elements, mask, q, k, by_key=trains, choice=self.choice)
 
+    def _elements_of(self, elements: Tensor) -> _Elements | None:
+        """How programs read a mask's elements; None where they are read before, by operators of torch among others."""
+        forward, backward = self.choice.forward.impl, self.choice.backward.impl
+        by_query, by_key = forward == "hopper", backward == "hopper"
+        recipe = self.call.recipe
+        apart = recipe.first_keys and recipe.o == INT8 and not (by_query and by_key)
+        lies = sm90_block_lists.reads_as_it_lies(elements, self.call.keys.tokens)
+        if "reference" in (forward, backward) or apart or not lies:
+            return None
+        return _Elements(elements.shape, elements.stride(), by_query, by_key)
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Mask | None,
-        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, prologue: Prologue | None = None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, prologue: Prologue | None = None, *,
+        trains: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """O, lse of the smoothed scores, and the workspace; prologue: what the plan's call had, of other values."""
+        """O, lse of the smoothed scores, and the workspace; prologue: what the plan's call had, of other values.
+
+        trains: whether a backward will read what is left of a mask's elements.
+        """
         if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
             checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
             checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
@@ -204,15 +243,21 @@ class Plan:
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
-        read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
+        unread = mask is not None and mask.blocks is None
+        if unread:
+            read = _Read({}, (mask.elements,), ("elements", trains))
+        else:
+            read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ()), q, k, v, sinks
         tensors = [x for x in given if x is not None]
         program = self.programs.get(read.layouts)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
-            program = self._forward_program(call, q, k, v, sinks)
+            program = self._forward_program(mask.elements if unread else None, trains, call, q, k, v, sinks)
             self.programs.put(read.layouts, program)
-        o, lse, *_ = program.run(tensors, workspace)
+        o, lse, *rest = program.run(tensors, workspace)
+        if unread and trains:
+            mask.parts.keep(_LEFT, tuple(rest[-4:]))
         return o, lse, workspace
 
     def backward(
@@ -229,7 +274,12 @@ class Plan:
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
-        read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
+        unread = mask is not None and mask.blocks is None
+        if unread:
+            left = mask.parts.known(_LEFT)
+            read = _Read({}, (mask.elements, *left), "elements")
+        else:
+            read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
         tensors = [x for x in (*given, workspace, o, lse, do, dlse, q, k, v) if x is not None]
         # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
@@ -238,7 +288,8 @@ class Plan:
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            program = self._backward_program(call, workspace, o, lse, do, dlse, q, k, v)
+            of_mask = (mask.elements, *left) if unread else None
+            program = self._backward_program(of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
         dq, dk, dv, *shares, by_block = program.run(tensors)
         if by_block is not None:
@@ -274,19 +325,43 @@ class Plan:
             queries, keys = queries._replace(cu_seqlens=cu_seqlens_q), keys._replace(cu_seqlens=cu_seqlens_k)
         return call._replace(queries=queries, keys=keys, key_mask=key_mask, mask=mask)
 
-    def _forward_program(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> object:
-        family = dispatch.family(FORWARD, self.choice, call)
+    def _forward_program(self, elements: Tensor | None, trains: bool, call: Call, *tensors: Tensor | None) -> object:
+        """elements: of a mask that is read in it, and if it trains left for backward (`_LEFT`)."""
+        family, runtime = dispatch.family(FORWARD, self.choice, call), dispatch.runtime()
         rooms = {Saved._fields.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
-        runtime = dispatch.runtime()
-        return runtime.program.Program.of(runtime.driver.forward, (*family, call, q, k, v, sinks), rooms)
 
-    def _backward_program(self, call: Call, workspace: Tensor, *tensors: Tensor | None) -> object:
+        def described(elements: Tensor | None, call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+            if elements is None:
+                return runtime.driver.forward(*family, call, *tensors)
+            tokens, of = (call.queries.tokens, call.keys.tokens), self.elements
+            by_key = trains and of.by_key
+            mask = sm90_block_lists.read(elements, call.queries.batch, tokens, by_query=of.by_query, by_key=by_key)
+            bits = sm90_block_lists.bits_by_key(mask, tokens) if by_key else (None, None)
+            left = (mask.blocks, mask.keys, *bits) if trains else ()
+            call = dispatch.prepared(FORWARD, self.choice, call._replace(key_mask=mask.keys, mask=mask))
+            return *runtime.driver.forward(*family, call, *tensors), *left
+
+        return runtime.program.Program.of(described, (elements, call, *tensors), rooms)
+
+    def _backward_program(
+        self, read: tuple[Tensor | None, ...] | None, call: Call, workspace: Tensor, *tensors: Tensor | None
+    ) -> object:
+        """read: elements of a mask, and what forward left of it."""
         family, runtime = dispatch.family(BACKWARD, self.choice, call), dispatch.runtime()
 
-        def described(call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple:
+        def described(
+            read: tuple | None, call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None
+        ) -> tuple[Tensor | None, ...]:
+            if read is not None:
+                elements, blocks, keys, *bits = read
+                tokens = call.queries.tokens, call.keys.tokens
+                mask = sm90_block_lists.with_bits_by_key(
+                    Mask(elements, None, blocks, keys, PartsOfCall()), tokens, bits
+                )
+                call = dispatch.prepared(BACKWARD, self.choice, call._replace(key_mask=keys, mask=mask))
             return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
 
-        return runtime.program.Program.of(described, (call, workspace, *tensors))
+        return runtime.program.Program.of(described, (read, call, workspace, *tensors))
 
     def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
         """What forward left."""
@@ -362,7 +437,7 @@ class SageAttention(torch.autograd.Function):
         """`Plan.forward`."""
         masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before)
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, trains=True)
         keep_q, keep_k = plan.keeps
         ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
         # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
