@@ -11,6 +11,7 @@ from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks import mask as masks
 from sagebwd.masks import sm90_block_lists
+from sagebwd.masks.elements import Elements, Left
 from sagebwd.plan import Plan
 from sagebwd.recipe import Recipe
 from tests.attention_case import outcome
@@ -69,7 +70,7 @@ def results(seed: int, mask: Tensor, **options: object) -> list[Tensor]:
 def read_before(seed: int, mask: Tensor, monkeypatch: pytest.MonkeyPatch, **options: object) -> list[Tensor]:
     """The same by a plan whose programs do not read the mask."""
     with monkeypatch.context() as patch:
-        patch.setattr("sagebwd.plan.Plan._elements_of", lambda *_: None)
+        patch.setattr(Elements, "of", lambda *_: None)
         PLANS.clear()
         found = results(seed, mask, **options)
     PLANS.clear()
@@ -178,7 +179,6 @@ def test_hoppers_kernels_are_given_what_was_read_before(form, never_before, monk
     assert all(torch.equal(x, e) for x, e in zip(found, expected, strict=True))
     bits = before.parts.known(("bits", (TOKENS, KEYS), True))
     assert all(torch.equal(x, e) for x, e in zip(left, (before.blocks, before.keys, *bits), strict=True))
-    read = elements, *left
-    backward = plan._backward_program(read, plan.call, q, q, q).run([*read, q, q, q])
+    backward = plan._backward_program(elements, Left(*left), plan.call, q, q, q).run([elements, *left, q, q, q])
     expected = given(dispatch.prepared(BACKWARD, choice, of_elements))
     assert all(torch.equal(x, e) for x, e in zip(backward, expected, strict=True))

@@ -24,9 +24,9 @@ from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
-from sagebwd.masks import sm90_block_lists
+from sagebwd.masks.elements import Elements, Left, restored
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.parts import PartsOfCall, tensors_in
+from sagebwd.masks.parts import tensors_in
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 from sagebwd.reference import sinks as epilogue
 
@@ -144,19 +144,6 @@ def pieces_of(
     return pieces, end
 
 
-class _Elements(NamedTuple):
-    """A mask of elements that a plan's programs read: how an attn_mask is seen in four dimensions, and who reads it.
-
-    by_query: whether forward's kernels read bits of rows of queries. by_key: whether backward's read bits of rows of
-    keys.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    by_query: bool
-    by_key: bool
-
-
 class _Read(NamedTuple):
     """What kernels read of a mask: fields of a `Call`, their tensors in order, and how these lie where that varies."""
 
@@ -166,8 +153,7 @@ class _Read(NamedTuple):
 
 
 _NOTHING = _Read({}, (), None)
-# What forward's program leaves of a mask's elements for backward's: blocks and keys as of `Mask`, and the bits of rows
-# of keys and their tiles as of `BlockLists`.
+# By which a mask that forward's program read keeps what is left of it.
 _LEFT = "left"
 
 
@@ -200,7 +186,7 @@ class Plan:
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.padding = None if padding is None else (padding.shape, padding.stride())
-        self.elements = None if elements is None or self.is_empty else self._elements_of(elements)
+        self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
         self.programs = Cache(MOST_PROGRAMS)
 
     def masks_of(
@@ -212,20 +198,9 @@ class Plan:
         if self.padding is not None and mask is None:
             return attn_mask.as_strided(*self.padding), None
         if self.elements is not None and mask is None:  # which the programs read
-            return None, Mask(attn_mask.as_strided(*self.elements[:2]), None, None, None, PartsOfCall())
+            return None, self.elements.unread(attn_mask)
         elements = mask_argument.elements_of(attn_mask, q, k)
         return mask_argument.read(attn_mask, elements, mask, q, k, by_key=trains, choice=self.choice)
-
-    def _elements_of(self, elements: Tensor) -> _Elements | None:
-        """How programs read a mask's elements; None where they are read before, by operators of torch among others."""
-        forward, backward = self.choice.forward.impl, self.choice.backward.impl
-        by_query, by_key = forward == "hopper", backward == "hopper"
-        recipe = self.call.recipe
-        apart = recipe.first_keys and recipe.o == INT8 and not (by_query and by_key)
-        lies = sm90_block_lists.reads_as_it_lies(elements, self.call.keys.tokens)
-        if "reference" in (forward, backward) or apart or not lies:
-            return None
-        return _Elements(elements.shape, elements.stride(), by_query, by_key)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Mask | None,
@@ -257,7 +232,7 @@ class Plan:
             self.programs.put(read.layouts, program)
         o, lse, *rest = program.run(tensors, workspace)
         if unread and trains:
-            mask.parts.keep(_LEFT, tuple(rest[-4:]))
+            mask.parts.keep(_LEFT, Left(*rest[-len(Left._fields) :]))
         return o, lse, workspace
 
     def backward(
@@ -288,8 +263,8 @@ class Plan:
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            of_mask = (mask.elements, *left) if unread else None
-            program = self._backward_program(of_mask, call, workspace, o, lse, do, dlse, q, k, v)
+            of_mask = (mask.elements, left) if unread else (None, None)
+            program = self._backward_program(*of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
         dq, dk, dv, *shares, by_block = program.run(tensors)
         if by_block is not None:
@@ -333,35 +308,27 @@ class Plan:
         def described(elements: Tensor | None, call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
             if elements is None:
                 return runtime.driver.forward(*family, call, *tensors)
-            tokens, of = (call.queries.tokens, call.keys.tokens), self.elements
-            by_key = trains and of.by_key
-            mask = sm90_block_lists.read(elements, call.queries.batch, tokens, by_query=of.by_query, by_key=by_key)
-            bits = sm90_block_lists.bits_by_key(mask, tokens) if by_key else (None, None)
-            left = (mask.blocks, mask.keys, *bits) if trains else ()
-            call = dispatch.prepared(FORWARD, self.choice, call._replace(key_mask=mask.keys, mask=mask))
-            return *runtime.driver.forward(*family, call, *tensors), *left
+            call, left = self.elements.read(elements, call, trains)
+            saved = runtime.driver.forward(*family, dispatch.prepared(FORWARD, self.choice, call), *tensors)
+            return *saved, *(left if trains else ())
 
         return runtime.program.Program.of(described, (elements, call, *tensors), rooms)
 
     def _backward_program(
-        self, read: tuple[Tensor | None, ...] | None, call: Call, workspace: Tensor, *tensors: Tensor | None
+        self, elements: Tensor | None, left: Left | None, call: Call, workspace: Tensor, *tensors: Tensor | None
     ) -> object:
-        """read: elements of a mask, and what forward left of it."""
+        """elements: of a mask of which ``left`` is left."""
         family, runtime = dispatch.family(BACKWARD, self.choice, call), dispatch.runtime()
 
         def described(
-            read: tuple | None, call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None
-        ) -> tuple[Tensor | None, ...]:
-            if read is not None:
-                elements, blocks, keys, *bits = read
-                tokens = call.queries.tokens, call.keys.tokens
-                mask = sm90_block_lists.with_bits_by_key(
-                    Mask(elements, None, blocks, keys, PartsOfCall()), tokens, bits
-                )
-                call = dispatch.prepared(BACKWARD, self.choice, call._replace(key_mask=keys, mask=mask))
+            elements: Tensor | None, left: Left | None, call: Call, workspace: Tensor, o: Tensor, lse: Tensor,
+            *rest: Tensor | None,
+        ) -> tuple[Tensor | None, ...]:  # fmt: skip
+            if elements is not None:
+                call = dispatch.prepared(BACKWARD, self.choice, restored(elements, left, call))
             return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
 
-        return runtime.program.Program.of(described, (read, call, workspace, *tensors))
+        return runtime.program.Program.of(described, (elements, left, call, workspace, *tensors))
 
     def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
         """What forward left."""

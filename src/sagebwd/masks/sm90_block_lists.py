@@ -169,18 +169,6 @@ def reads_as_it_lies(elements: Tensor, tokens_k: int) -> bool:
     return mask_blocks.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
 
 
-def bits_by_key(mask: Mask, tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Words of rows of keys and their tiles, of a mask that was `read` for these."""
-    return mask.parts.known(("bits", tokens, True))
-
-
-def with_bits_by_key(mask: Mask, tokens: tuple[int, int], bits: tuple[Tensor | None, Tensor | None]) -> Mask:
-    """The same with words of rows of keys and their tiles, where there are such."""
-    if bits[0] is not None:
-        mask.parts.keep(("bits", tokens, True), tuple(bits))
-    return mask
-
-
 def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
     """Words and tiles of a mask."""
     found = mask.made if by_key else mask.taken  # no later direction reads those of queries
