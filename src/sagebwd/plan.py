@@ -204,7 +204,7 @@ class Plan:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Mask | None,
-        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, prologue: Prologue | None = None, *,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, prologue: Prologue | None = None,
         trains: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """O, lse of the smoothed scores, and the workspace; prologue: what the plan's call had, of other values.
@@ -404,7 +404,7 @@ class SageAttention(torch.autograd.Function):
         """`Plan.forward`."""
         masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, trains=True)
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, True)
         keep_q, keep_k = plan.keeps
         ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
         # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
