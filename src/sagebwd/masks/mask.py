@@ -41,14 +41,15 @@ class Mask(NamedTuple):
     elements: the tensor in four dimensions; or, where there are ``tiles``, (count, TILE, TILE) bool.
     tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the elements' tiles is there; None without a BlockMask.
     blocks: (B or 1, H or 1, N / BLOCK or 1, M / BLOCK or 1) uint8: SKIP, MASKED or WHOLE.
-    keys: (B or 1, M or 1) bool, which keys any query of any head sees.
+    keys: (B or 1, M or 1) bool, which keys any query of any head sees. blocks and keys are None where a plan's
+    programs will read the elements.
     parts: what kernels read, made of these and kept with them; None: made in each call.
     """
 
     elements: Tensor
     tiles: Tensor | None
-    blocks: Tensor
-    keys: Tensor
+    blocks: Tensor | None
+    keys: Tensor | None
     parts: Parts | None = None
 
     @property

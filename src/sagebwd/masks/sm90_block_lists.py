@@ -121,14 +121,20 @@ def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
     elements = mask.elements
     if not mask.is_bias:
         return None
-    if elements.dtype == torch.float64 or elements.shape[3] != tokens_k or (tokens_k > 1 and elements.stride(3) != 1):
-        # kernels do not read it as it lies
+    if _lies_otherwise(elements, tokens_k):
+
         def make() -> Tensor:
             narrow = elements.float() if elements.dtype == torch.float64 else elements
             return narrow.expand(-1, -1, -1, tokens_k).contiguous()
 
         return mask.made(("bias", tokens_k), make)
     return elements
+
+
+def _lies_otherwise(elements: Tensor, tokens_k: int) -> bool:
+    """Whether kernels do not read a bias where it lies."""
+    strided = tokens_k > 1 and elements.stride(3) != 1
+    return elements.dtype == torch.float64 or elements.shape[3] != tokens_k or strided
 
 
 def _by_key(x: Tensor, group: int) -> Tensor:
@@ -153,6 +159,14 @@ def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: boo
         if words is not None:
             parts.keep(("bits", tokens, bool(by_key)), (words, found.tiles))
     return Mask(elements, None, found.blocks, found.keys, parts)
+
+
+def reads_as_it_lies(elements: Tensor, tokens_k: int) -> bool:
+    """Whether kernels read a call's elements in four dimensions by one pass, and what they add where it lies."""
+    from sagebwd.masks import mask_blocks
+
+    adds = elements.dtype != torch.bool
+    return mask_blocks.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
 
 
 def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
