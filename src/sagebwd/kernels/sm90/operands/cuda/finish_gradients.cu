@@ -208,15 +208,14 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
     const float factor[2] = {spread[0] * (float8_scale(largest[0]) * root), spread[1] * (float8_scale(largest[1]) * root)};
     if (head + 2 < end) load_heads();
     const u32 tile = base + STAGES_AT + (head - begin) / 2 % STAGES * STAGE;
-    const bool there[2] = {inside, inside && head + 1 < end};
-    const u32 tiles[2] = {tile, head + 1 < end ? tile + STAGE / 2 : tile};  // the first's again, times 0
+    const bool second = head + 1 < end;  // else its rows are the first's again, times 0
     float z[2][J][8];
     if (QUERIES) {
       // dQ = dQ' R, in 16 bits
       const int r8 = threadIdx.x & 7, channel = 8 * (r8 >> 1) + 2 * ((threadIdx.x & 31) >> 3) + (r8 & 1);
       UNROLL for (int j = 0; j < J; j++) {
         u32 words[2][4];
-        UNROLL for (int n = 0; n < 2; n++) load_matrices_transposed(words[n], tiles[n] + of_channel(32 * j + channel, lane.warp));
+        UNROLL for (int n = 0; n < 2; n++) load_matrices_transposed(words[n], tile + (n && second ? STAGE / 2 : 0) + of_channel(32 * j + channel, lane.warp));
         if (TURNED) times_signs(words[0], words[1], signs, z[0][j], z[1][j]);
         else UNROLL for (int n = 0; n < 2; n++) UNROLL for (int c = 0; c < 8; c++) z[n][j][c] = from_fp16((u16)(words[n][c >> 1] >> 16 * (c & 1)));
       }
@@ -228,18 +227,18 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
     } else {
       UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) {
         u32 words[4];
-        load_words4(words, tiles[n] + of_row(row, 4 * j + lane.t));
+        load_words4(words, tile + (n && second ? STAGE / 2 : 0) + of_row(row, 4 * j + lane.t));
         UNROLL for (int c = 0; c < 8; c++) z[n][j][c] = value_of(words, c);
       }
     }
-    const u32 x[2] = {tiles[0] + TILE, tiles[1] + TILE};
+    const u32 x[2] = {tile + TILE, tile + TILE + (second ? STAGE / 2 : 0)};
     const i64 at = opaque(angles);  // a sum each, in place of two pointers
     finish_token(z, x, row, r_now, side.cos + at, side.sin + at, base + WEIGHTS_AT, dw);
     UNROLL for (int n = 0; n < 2; n++) {
       UNROLL for (int j = 0; j < J; j++) {
         u32 out[4];
         UNROLL for (int w = 0; w < 4; w++) out[w] = to_16bit(z[n][j][2 * w], z[n][j][2 * w + 1]);
-        if (there[n]) *(uint4*)(dx + 32 * j + 8 * lane.t) = make_uint4(out[0], out[1], out[2], out[3]);
+        if (inside && (!n || second)) *(uint4*)(dx + 32 * j + 8 * lane.t) = make_uint4(out[0], out[1], out[2], out[3]);
       }
       dx += side.dx.head;
     }
