@@ -51,7 +51,7 @@ RIGHT = 1.03
 SLOW = 3.0
 # Relative L2 of an output and of gradients, beyond which a contender is wrong: low precision has .02 and .05 of it.
 WRONG = 0.1, 0.3
-ROUNDS, ROUND_MS, LEAD_MS = 3, 6.0, 12.0
+ROUNDS, ROUND_MS, LEAD_MS = 4, 8.0, 30.0
 # Of a call's forward: elements of Q, and operations, 4 ms at a thousand TFLOPS.
 MOST_ELEMENTS, MOST_FLOPS = 1 << 26, 4e12
 # The share of the seconds that compiling may take.

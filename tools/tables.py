@@ -27,15 +27,16 @@ BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TENSORS = ("o", "dq", "dk", "dv")
 RECIPES = ("mixed", "token", "paper")
 WAYS = ("fwd", "bwd", "fwd+bwd")
-BESIDE_FA3 = (  # FlashAttention-3 is among the best: 128, 64, 256
+BESIDE_FA3 = (  # FlashAttention-3 is among the best: 128; 64; 256; 72, 80 and 112; 96, 192 and 192/128
     "attention_h200_2026-11-28_2263a1c",
     "attention_h200_2026-11-28_05d8c37",
     "attention_h200_2026-11-28_49cd924",
+    "attention_h200_2026-11-28_214a762",
+    "attention_h200_2026-11-28_9f53c6e",
 )
 WIDTHS = {  # by card, the later file counts for a call of two
     "H200": (
         "attention_h200_2026-11-25_7133de8",
-        "attention_h200_2026-11-26_b6e3431_72",
         *BESIDE_FA3,
     ),
     "H100": ("attention_h100-80gb-hbm3_2026-11-27_3bed015",),
@@ -132,16 +133,21 @@ def speed_by_head_dim() -> str:
 @named
 def speed_beside_flash_attention_3() -> str:
     """`mixed` over FlashAttention-3 and -4 by length."""
-    found: dict[tuple[int, bool], dict[int, dict[str, dict[str, float]]]] = {}
+    found: dict[tuple[int, int, bool], dict[int, dict[str, dict[str, float]]]] = {}
     for row in (row for name in BESIDE_FA3 for row in rows_of(name) if row["tokens"] in LENGTHS):
-        kernels = found.setdefault((row["head_dim"], row["causal"]), {}).setdefault(row["tokens"], {})
-        kernels.setdefault(row["impl"], {})[row["direction"]] = row["ms"]
+        of = found.setdefault((row["head_dim"], value_dim_of(row), row["causal"]), {})
+        if row["gate"] == "ok":
+            of.setdefault(row["tokens"], {}).setdefault(row["impl"], {})[row["direction"]] = row["ms"]
     peers = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
+
+    def ratios(kernels: dict[str, dict[str, float]], peer: str) -> str:
+        ways = ((kernels.get(peer, {}).get(way), kernels["hopper"][way]) for way in WAYS)
+        return " / ".join("-" if ms is None else f"{ms / own:.2f}" for ms, own in ways)
+
     rows = [
-        [str(head_dim), "causal" if causal else "none",
-         *(errors((calls[many][peer][way] / calls[many]["hopper"][way] for way in WAYS), 2)
-           for peer in peers for many in LENGTHS)]
-        for (head_dim, causal), calls in sorted(found.items())
+        [str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}", "causal" if causal else "none",
+         *(ratios(calls[many], peer) for peer in peers for many in LENGTHS)]
+        for (head_dim, value_dim, causal), calls in sorted(found.items())
     ]  # fmt: skip
     heads = [f"over {name}, {length(many)}" for name in peers.values() for many in LENGTHS]
     return table(["head_dim", "mask", *heads], rows)
@@ -639,8 +645,7 @@ def facts() -> str:
     """What one call, one step and one number cost; then the figure, with three rows of `speed_by_head_dim`."""
     found = both("H200")
     at_8k, h100_at_8k = (
-        [ratios_of[width, width, causal, 8192] for width in (64, 128, 256) for causal in (True, False)]
-        for ratios_of in (found, both("H100"))
+        [ratio for (*_, tokens), ratio in ratios_of.items() if tokens == 8192] for ratios_of in (found, both("H100"))
     )
     one, fused = (step_speeds("training_h200_2026-11-28_49cd924", recipe) for recipe in ("mixed", "mixed+fused"))
     calls = {
@@ -657,9 +662,9 @@ def facts() -> str:
     ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
     lines = [
         f"- **One call**: forward + backward of the recipe `mixed` is {between(at_8k)} times as fast as the best of "
-        "FlashAttention-3, FlashAttention-4 and cuDNN in BF16 at head_dim 64, 128 and 256 (8K tokens, H200; on an "
-        f"H100, without FlashAttention-3, {between(h100_at_8k)}); short sequences, short bursts and other head_dims "
-        "gain less or lose ([all](docs/results/speed.md)).",
+        "FlashAttention-3, FlashAttention-4 and cuDNN in BF16, over nine head_dims (8K tokens, H200; on an "
+        f"H100, without FlashAttention-3, {between(h100_at_8k)}); short sequences and short bursts gain less or lose "
+        "([all](docs/results/speed.md)).",
         f"- **One training step** of a 325M model (head_dim 64) is {one[2048]:.2f} (2K tokens), {one[4096]:.2f} (4K), "
         f"{one[8192]:.2f} (8K) and {one[16384]:.2f} (16K) times as fast as with the faster of "
         "FlashAttention-4 and cuDNN on one "
@@ -757,9 +762,8 @@ def readme_limits() -> str:
         f"- **Where another kernel is as fast.** Over nine head_dims and 4K to 16K tokens `mixed` is "
         f"{between(both('H200').values())} times as fast as the best BF16 kernel on an H200 and "
         f"{between(both('H100').values())} on an H100. The lowest on an H200, {ratio:.2f}, is head_dim {head_dim} at "
-        f"{length(tokens)} under a causal mask. FlashAttention-3 is one of those kernels at 64, 128 and 256 on the "
-        "H200 alone: at 72, 80 and 112 it is as fast as `mixed`, or faster "
-        "([short bursts](docs/results/speed.md#short-bursts)).",
+        f"{length(tokens)} under a causal mask. FlashAttention-3 is one of those kernels on the H200 alone. In "
+        "[short bursts](docs/results/speed.md#short-bursts) all head_dims gain less, and short calls lose.",
         f"- **Short sequences.** At 2K tokens and head_dim 64 or 128 it is {between(at_2k.values())} times as fast "
         "(at "
         "128 not beside FlashAttention-3), and slower in [short bursts](docs/results/speed.md#short-bursts). "

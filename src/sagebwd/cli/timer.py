@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def time_interleaved(
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about.
 
-    The clock also follows the run before, so every round begins with another run.
+    The clock also follows the run before, so every round has them in another order, the same in every call.
 
     tell: is told the share of it that is done.
     """
@@ -55,10 +56,10 @@ def time_interleaved(
         measure(run, 2)
         repeats[name] = max(1, round(round_ms / max(measure(run, 2)[0], 1e-3)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    in_order = list(runs.items())
+    order, draw = list(runs.items()), random.Random(0)
     for turn in range(rounds):
-        first = turn * len(runs) // rounds
-        for number, (name, run) in enumerate(in_order[first:] + in_order[:first]):
+        draw.shuffle(order)
+        for number, (name, run) in enumerate(order):
             tell((turn + 1 + number / len(runs)) / (rounds + 1))
             if lead:
                 measure(run, round(lead * repeats[name]))
