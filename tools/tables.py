@@ -35,10 +35,7 @@ BESIDE_FA3 = (  # FlashAttention-3 is among the best: 128; 64; 256; 72, 80 and 1
     "attention_h200_2026-11-28_9f53c6e",
 )
 WIDTHS = {  # by card, the later file counts for a call of two
-    "H200": (
-        "attention_h200_2026-11-25_7133de8",
-        *BESIDE_FA3,
-    ),
+    "H200": BESIDE_FA3,
     "H100": ("attention_h100-80gb-hbm3_2026-11-27_3bed015",),
 }
 BLOCKS = ("block_h200_2026-11-28_05d8c37", "block_h200_2026-11-28_49cd924", "block_h200_2026-11-28_214a762")
@@ -132,25 +129,23 @@ def speed_by_head_dim() -> str:
 
 @named
 def speed_beside_flash_attention_3() -> str:
-    """`mixed` over FlashAttention-3 and -4 by length."""
-    found: dict[tuple[int, int, bool], dict[int, dict[str, dict[str, float]]]] = {}
-    for row in (row for name in BESIDE_FA3 for row in rows_of(name) if row["tokens"] in LENGTHS):
-        of = found.setdefault((row["head_dim"], value_dim_of(row), row["causal"]), {})
-        if row["gate"] == "ok":
-            of.setdefault(row["tokens"], {}).setdefault(row["impl"], {})[row["direction"]] = row["ms"]
-    peers = {"fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
-
-    def ratios(kernels: dict[str, dict[str, float]], peer: str) -> str:
-        ways = ((kernels.get(peer, {}).get(way), kernels["hopper"][way]) for way in WAYS)
-        return " / ".join("-" if ms is None else f"{ms / own:.2f}" for ms, own in ways)
-
-    rows = [
-        [str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}", "causal" if causal else "none",
-         *(ratios(calls[many], peer) for peer in peers for many in LENGTHS)]
-        for (head_dim, value_dim, causal), calls in sorted(found.items())
-    ]  # fmt: skip
-    heads = [f"over {name}, {length(many)}" for name in peers.values() for many in LENGTHS]
-    return table(["head_dim", "mask", *heads], rows)
+    """`mixed` over FlashAttention-3 by mask and length."""
+    ms: dict[tuple[int, int], dict[tuple[bool, int, str, str], float]] = {}
+    for row in (row for name in BESIDE_FA3 for row in rows_of(name) if row["gate"] == "ok"):
+        call = row["causal"], row["tokens"], row["direction"], row["impl"]
+        ms.setdefault((row["head_dim"], value_dim_of(row)), {})[call] = row["ms"]
+    calls = [(causal, many) for causal in (True, False) for many in LENGTHS]
+    rows = []
+    for (head_dim, value_dim), of in sorted(ms.items()):
+        own, peer = ([[of.get((*call, way, impl)) for way in WAYS] for call in calls] for impl in ("hopper", "fa3"))
+        cells = [
+            " / ".join("-" if theirs is None else f"{theirs / ours:.2f}" for ours, theirs in zip(*ways))
+            for ways in zip(own, peer)
+        ]
+        rows.append([str(head_dim) if head_dim == value_dim else f"{head_dim}/{value_dim}", *cells])
+    return table(
+        ["head_dim", *(f"{'causal' if causal else 'no mask'}, {length(many)}" for causal, many in calls)], rows
+    )
 
 
 @named
