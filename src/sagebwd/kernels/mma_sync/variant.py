@@ -77,12 +77,12 @@ class Variant(NamedTuple):
 
 # (direction, head_dim): warps, tiles of 16 rows a warp, thread blocks a multiprocessor, stages, warps that share rows.
 _TILES = {
-    (FORWARD, 64): (4, 2, 2, 2, 1),
+    (FORWARD, 64): (4, 1, 3, 3, 1),
     (FORWARD, 128): (4, 2, 2, 2, 2),
     (BACKWARD, 128): (8, 1, 1, 1, 1),
 }
-# Of cards whose multiprocessors have shared memory for one thread block of those.
-_TILES_ALONE = {(FORWARD, 128): (8, 2, 1, 2, 2)}
+# Of GeForce cards, whose multiprocessors have shared memory for fewer thread blocks; at 64 nothing else was timed.
+_GEFORCE_TILES = {(FORWARD, 64): (4, 2, 2, 2, 1), (FORWARD, 128): (8, 2, 1, 2, 2)}
 # Compute capabilities that add four FP32 numbers to memory in one instruction.
 ADD_FOUR = 90
 # Shared memory of a thread block on GeForce cards (8.6, 8.9, 12.0); of 8.0 and 9.0 it is more.
@@ -105,7 +105,7 @@ def variant_of(
     first_keys: the recipe's, of forward. int8_dp, and turned, channels of the rotation of K: of backward.
     """
     little = capability not in _MORE_SHARED
-    *tiles, split = (little and _TILES_ALONE.get((direction, head_dim))) or _TILES[direction, head_dim]
+    *tiles, split = (little and _GEFORCE_TILES.get((direction, head_dim))) or _TILES[direction, head_dim]
     # GeForce's tensor cores, which set the time there, add up FP16 at a quarter of INT8's rate
     product_sums = direction == FORWARD and not little
     variant = Variant(direction, head_dim, *tiles, False, half, split, first_keys, turned, product_sums)

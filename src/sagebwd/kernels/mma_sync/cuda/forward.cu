@@ -110,7 +110,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       load_shared4(ks, at + K_SCALES_AT + part * OWN_KEYS * 8 + n * 64 + t * 16);
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) x[i][n][r] = as_float(s[i][n][r]) * ks[r & 1] + ks[2 + (r & 1)];
     }
-    // before the band's branch ptxas puts maxima between products: timed over FlashAttention-2 1.090 at 64, 1.073 after it; at 128 1.175, 1.185
+    // before the band's branch ptxas puts maxima between products: timed over FlashAttention-2 1.130 at 64, 1.101 after it; at 128 1.175, 1.185
     if (D == 64) find_tops();
     const int first_k = block * KEYS + part * OWN_KEYS;
     if (first_k + OWN_KEYS - 1 - row0 > high || first_k - (row0 + MT * 16 - 1) < low) {  // the band cuts the tile
