@@ -24,7 +24,7 @@ def as_if_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Kernels of attention that makes its codes of what projections give, and of one that is given rows.
-OF_PROJECTIONS = {"query_codes", "key_codes", "finish_gradients_kernel"}
+OF_PROJECTIONS = {"query_codes", "key_codes", "finish_gradients"}
 OF_ROWS = {"key_codes_kernel", "finish_dq_kernel"}
 
 

@@ -26,7 +26,10 @@ from benchmarks.timer import wait
 
 PACKAGE = Path(sagebwd.__file__).parent
 # Folders and files whose kernels are passes; those of all others are attention itself.
-OF_PASSES = {"common", "operands", "operands.py", "masks", "sinks.py"}
+OF_PASSES = {
+    "common", "operands", "operands.py", "masks", "sinks.py", "quantize.cu", "row_values.cu", "finish.cu"
+}  # fmt: skip
+CUDA_KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
     r"_?(Sage|NormRope)Attention(Backward)?|sagebwd::((qk_norm_rope_)?attention|flash_attention_4)(_backward)?"
@@ -67,19 +70,25 @@ def breakdown(run: Callable[[], object], device: torch.device) -> tuple[Counter[
 
 @cache
 def own_kernels() -> dict[str, str]:
-    """Triton's and Gluon's kernels of this project by name, and which of `PARTS` each is.
+    """Triton's, Gluon's and CUDA C++'s kernels of this project by name, and which of `PARTS` each is.
 
     Read from the sources, so that a kernel that is renamed or new is counted.
     """
     found = {}
+    for path in sorted(PACKAGE.rglob("*.cu")):  # of a folder cuda/ in the one that launches them
+        for name in CUDA_KERNEL.findall(path.read_text(encoding="utf-8")):
+            found[name] = _part_in(path.parent.parent.name, path.name)
     for path in sorted(PACKAGE.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)) if "_kernel(" in source else ():
             decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
             if any(".jit" in x for x in decorators) and node.name.endswith("_kernel"):
-                of_passes = not OF_PASSES.isdisjoint((path.parent.name, path.name))
-                found[node.name] = "passes" if of_passes else "attention"
+                found[node.name] = _part_in(path.parent.name, path.name)
     return found
+
+
+def _part_in(folder: str, file: str) -> str:
+    return "attention" if OF_PASSES.isdisjoint((folder, file)) else "passes"
 
 
 def part_of(kernel: str) -> str:

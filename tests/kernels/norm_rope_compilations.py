@@ -1,7 +1,6 @@
 """`python -m tests.kernels.norm_rope_compilations ARCH HEAD_DIM CHANNELS ROPE` compiles both kernels of a norm and a
-rotary embedding of so many channels, without a GPU, and prints a JSON line each; with a recipe in place of CHANNELS
-Hopper's, which ends its backward. It runs in a process of its own, as kernels of a process with
-TRITON_INTERPRET=1 cannot be compiled."""
+rotary embedding of so many channels, without a GPU, and prints a JSON line each. It runs in a process of its own, as
+kernels of a process with TRITON_INTERPRET=1 cannot be compiled."""
 
 from __future__ import annotations
 
@@ -12,17 +11,13 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from sagebwd.call import Call, Prologue, Saved
 from sagebwd.kernels import norm_rope
 from sagebwd.kernels.runtime import program
-from sagebwd.kernels.sm90 import widths
-from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
-from sagebwd.recipe import Recipe
 from sagebwd.reference.norm_rope import INTERLEAVED
 from tools.cross_compile import Launch, Unstarted, count, registers, sass
 
 
-def compiled(arch: int, head_dim: int, channels: str, rope: str) -> list[dict]:
+def compiled(arch: int, head_dim: int, channels: int, rope: str) -> list[dict]:
     """A row a kernel, of grouped heads in BF16."""
     rows: list[dict] = []
 
@@ -35,7 +30,6 @@ def compiled(arch: int, head_dim: int, channels: str, rope: str) -> list[dict]:
         return Unstarted()
 
     JITFunction.run = record
-    codes = not channels.isdigit()
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -43,30 +37,17 @@ def compiled(arch: int, head_dim: int, channels: str, rope: str) -> list[dict]:
     def describe() -> None:
         q, k = (empty(2, 4096, heads, head_dim).transpose(1, 2) for heads in (16, 4))
         weights = empty(head_dim), empty(head_dim)
-        tables = [empty(1, 4096, head_dim if codes else int(channels)) for _ in range(4)]
+        tables = [empty(1, 4096, channels) for _ in range(4)]
         norms = [empty(*x.shape[:-1], dtype=torch.float32) for x in (q, k)]
         interleaved, dtypes = rope == INTERLEAVED, (torch.bfloat16, torch.bfloat16)
-        if codes:
-            _of_codes(q, k, Prologue(1e-6, interleaved, *weights, *tables), norms, channels)
-        else:
-            norm_rope.forward(q, k, *weights, *tables, 1e-6, interleaved, None)
-            norm_rope.backward(q, k, q, k, *norms, *weights, *tables, interleaved, dtypes)
+        norm_rope.forward(q, k, *weights, *tables, 1e-6, interleaved, None)
+        norm_rope.backward(q, k, q, k, *norms, *weights, *tables, interleaved, dtypes)
 
     program.Program.alone(describe, torch.device("cpu"))
     return rows
 
 
-def _of_codes(q: Tensor, k: Tensor, prologue: Prologue, norms: list[Tensor], recipe: str) -> None:
-    dims, tokens = (q.shape[-1], q.shape[-1]), (q.shape[2], k.shape[2])
-    call = Call.of(q, k, dims, None, None, None, *tokens, True, -1, -1, 0.1, Recipe.parse(recipe))
-    call, tile = call._replace(prologue=prologue), widths.width(*dims).backward
-    summed = q.new_empty((q.shape[0] * q.shape[1] * q.shape[3], q.shape[2]), dtype=torch.float16)
-    largest = q.new_empty(k.shape[0] * k.shape[1], dtype=torch.int32)
-    saved = Saved(*[None] * 8, *norms)
-    launch_finish_gradients(call, saved, summed, norms[0], largest, k, q, k, torch.empty_like(q), tile)
-
-
 if __name__ == "__main__":
     arch, head_dim, channels, rope = sys.argv[1:]
-    for row in compiled(int(arch), int(head_dim), channels, rope):
+    for row in compiled(int(arch), int(head_dim), int(channels), rope):
         print(json.dumps(row))

@@ -1,4 +1,4 @@
-"""The end of backward in CUDA C++, against the pass behind dQ's own end and against Triton's."""
+"""The end of backward in CUDA C++, against the pass behind dQ's own end."""
 
 from __future__ import annotations
 
@@ -60,13 +60,12 @@ class Backward:
         """Q and K, which a norm reads."""
         return (self.q, self.k) if self.case.normed else (None, None)
 
-    def found(self, launch=launch_finish_gradients, *given) -> finish_gradients.Gradients:
-        """Of a launch that ends it."""
+    def found(self, tiles: Tiles | None = None) -> finish_gradients.Gradients:
         packed = bool(self.case.lengths)
         norms = [x if x is None or not packed else x[0] for x in (self.q_rms, self.k_rms)]
         sums = self.summed, self.spread, self.largest, self.dk_out
         saved, dq = Saved(*[None] * 8, *norms), torch.full_like(self.q, torch.nan)
-        return launch(self.call, saved, *sums, *self.inputs, dq, self.tile, *given)
+        return launch_finish_gradients(self.call, saved, *sums, *self.inputs, dq, self.tile, tiles)
 
     def wanted(self) -> tuple:
         """Of dQ in 16 bits and the pass by itself."""
@@ -104,7 +103,7 @@ def assert_gradients(found, wanted):
 )
 def test_gradients_are_those_of_the_pass_behind_dq(case, tiles):
     backward = Backward(case)
-    assert_gradients(backward.found(launch_finish_gradients, tiles), backward.wanted())
+    assert_gradients(backward.found(tiles), backward.wanted())
 
 
 @pytest.mark.usefixtures("emulated")

@@ -47,7 +47,9 @@ def test_whose_a_kernel_is(kernel, part):
 def test_kernels_of_this_project_are_told_by_their_folder():
     own = breakdown.own_kernels()
     passes = {"quantize_kernel", "statistics_kernel", "grad_out_kernel", "row_values_kernel", "key_codes_kernel"}
+    passes |= {"query_codes", "key_codes", "finish_gradients", "quantize", "row_values", "finish"}
     attention = {"forward_kernel", "dq_kernel", "dkdv_kernel", "backward_kernel", "value_kernel", "key_query_kernel"}
+    attention |= {"forward", "backward"}
     assert {name for name, part in own.items() if part == "attention"} == attention
     assert passes <= {name for name, part in own.items() if part == "passes"}
     assert {breakdown.part_of(name) for name in own} == {"attention", "passes"}
@@ -61,11 +63,15 @@ def test_a_kernel_that_is_renamed_is_counted(tmp_path, monkeypatch):
     (tmp_path / "common").mkdir()
     for place, name in (("new.py", "sweep_kernel"), ("common/new.py", "pack_kernel")):
         (tmp_path / place).write_text(f"@triton.jit(do_not_specialize=[0])\ndef {name}(n):\n    pass\n")
+    for place, name in (("dense", "multiply"), ("operands", "gather")):
+        (tmp_path / place / "cuda").mkdir(parents=True)
+        (tmp_path / place / "cuda/new.cu").write_text(f"__device__ void add() {{}}\nKERNEL {name}(int n) {{}}\n")
     monkeypatch.setattr(breakdown, "PACKAGE", tmp_path)
     breakdown.own_kernels.cache_clear()
     try:
         assert [breakdown.part_of(x) for x in ("sweep_kernel", "pack_kernel")] == ["attention", "passes"]
-        assert breakdown.part_of("backward_kernel") == "other"
+        assert [breakdown.part_of(x) for x in ("multiply", "gather")] == ["attention", "passes"]
+        assert breakdown.part_of("backward_kernel") == breakdown.part_of("add") == "other"
     finally:
         breakdown.own_kernels.cache_clear()
 

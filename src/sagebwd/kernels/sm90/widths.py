@@ -87,7 +87,7 @@ class Width(NamedTuple):
 WIDTHS = (
     Width(
         64, 64, ForwardTile(warpgroups=3, keys=128, stages=2),
-        BackwardTile(128, 3, dq_swap_ab=False, half_n=False, persistent=True, row_warps=8, row_registers=80),
+        BackwardTile(128, 3, dq_swap_ab=False, half_n=False, persistent=True),
         listed=ForwardTile(2, 128, 2),
     ),
     Width(

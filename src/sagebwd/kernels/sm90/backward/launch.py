@@ -114,7 +114,7 @@ def backward(
     """dq, dk, dv in e4m3 (`sagebwd.reference.float8`), bit for bit the same in every run where ``call.deterministic``.
 
     do, v, o: any strides with a contiguous last dimension; q and k are read by a prologue's norm alone. With a
-    prologue dq and dk are of what forward was given, and gradients of its weights follow (`norm_rope_gradients`).
+    prologue dq and dk are of what forward was given, and gradients of its weights follow (`finish_gradients`).
     """
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value

@@ -141,7 +141,8 @@ def row_values(
         rest = tl.minimum(tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST), 1.0)
         if do.at.dtype.element_ty == tl.float16:  # 2^-b dO is at most 2^15, however small V is
             rest = tl.maximum(rest, (2.0**-15) / norm)
-        bound = norm * norm_of(tile, 1) * rest
+        do_bits = largest_bits(tile, 1)
+        bound = norm * norm_below(tile, do_bits, 1) * rest
         if dlse is not None:
             change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
             delta -= change  # delta -= dlse
@@ -166,12 +167,14 @@ def row_values(
         kept = inside[:, None] & (value_columns < values)[None, :]
         tl.store(at, to_16bit(tile * inverse[:, None], do_scaled.at.dtype.element_ty), mask=kept)
         scales += block * SCALES
-        store_float8((tile * weight[:, None],), do_t, scales, z, block, blocks, value_dim, BLOCK)
+        do_x, do_amax = (tile * weight[:, None],), do_bits.to(tl.float32, bitcast=True) * weight
+        store_float8(do_x, do_amax, do_t, scales, z, block, blocks, value_dim, BLOCK)
         if TURNED:
             x = turned_codes(q_int8, signs, TURNED, head_dim, BLOCK_D)
         else:
             x = floats(q_int8)
-        store_float8(times(x, scale * spread_row), q_t, scales + 1, z, block, blocks, head_dim, BLOCK)
+        factor = scale * spread_row
+        store_float8(times(x, factor), finite_abs_max(x) * factor, q_t, scales + 1, z, block, blocks, head_dim, BLOCK)
 
 
 @triton.jit
@@ -183,18 +186,41 @@ def times(pieces, factor):
 @triton.jit
 def norm_of(x, AXIS: tl.constexpr):
     """Euclidean norm along an axis, also of magnitudes whose squares overflow or underflow FP32."""
-    exponent = (tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS) >> 23) - 127
+    return norm_below(x, largest_bits(x, AXIS), AXIS)
+
+
+@triton.jit
+def largest_bits(x, AXIS: tl.constexpr):
+    """The bits of the largest magnitude along an axis; NaN wins, as its bits are the largest."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
+
+
+@triton.jit
+def norm_below(x, bits, AXIS: tl.constexpr):
+    """`norm_of` x, whose `largest_bits` are known: as FP32 numbers triton 3.6 would spill them, and others."""
+    exponent = (bits >> 23) - 127
     exponent = tl.minimum(tl.maximum(exponent, -126), 126).to(tl.float32)
     near_1 = x * tl.expand_dims(power_of_2(-exponent), AXIS)
     return tl.sqrt(tl.sum(near_1 * near_1, AXIS)) * power_of_2(exponent)
 
 
 @triton.jit
-def store_float8(pieces, copy, scale, z, block, blocks, head_dim: tl.constexpr, BLOCK: tl.constexpr):
-    """e4m3 of x 2^g, transposed, and `float8_scale`; pieces: x's channels."""
-    bits = tl.max(tl.max(pieces[0].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+def finite_abs_max(pieces):
+    """The largest magnitude of each row, none of which is NaN, by pieces."""
+    amax = tl.max(tl.abs(pieces[0]), 1)
     if len(pieces) > 1:
-        bits = tl.maximum(bits, tl.max(tl.max(pieces[1].to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0))
+        amax = tl.maximum(amax, tl.max(tl.abs(pieces[1]), 1))
+    return amax
+
+
+@triton.jit
+def store_float8(pieces, amax, copy, scale, z, block, blocks, head_dim: tl.constexpr, BLOCK: tl.constexpr):
+    """e4m3 of x 2^g, transposed, and `float8_scale`; pieces: x's channels.
+
+    amax: the largest magnitude of each row. Where x is y times a factor a row, it is that of y times the factor, since
+    rounding is monotonic.
+    """
+    bits = largest_bits(amax, 0)
     copy = copy.to(tl.pointer_type(tl.int8), bitcast=True)
     for piece in tl.static_range(len(pieces)):
         x_fp8 = (pieces[piece] * float8_factor(bits)).to(tl.float8e4nv).to(tl.int8, bitcast=True)

@@ -1,8 +1,10 @@
 """End of the backward of calls with a prologue: dQ of its sums, then the gradients of rotary embedding and RMS norm.
 
-`norm_rope_gradients` in CUDA C++ (cuda/finish_gradients.cu): tiles of a head are copied to shared memory while others
-are computed, so that enough bytes are under way, and R is two tensor core products of 16 x 16 signs and sums in
-registers, as of the codes. dQ is rounded to 16 bits before it goes on, as where it is written.
+dQ is scaled and rotated back as `bwd_postprocess` does, rounded to 16 bits, and goes on in registers; dK, which the
+kernel before wrote, is read. Both become gradients of the projections' outputs in one launch, with each program's
+share of the weights' gradients, by the mathematics of `sagebwd.kernels.norm_rope`. The kernel is in CUDA C++
+(cuda/finish_gradients.cu): tiles of a head are copied to shared memory while others are computed, so that enough bytes
+are under way, and R is two tensor core products of 16 x 16 signs and sums in registers, as of the codes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from sagebwd.kernels.runtime.nvrtc import Source, kernel_of
 from sagebwd.kernels.runtime.program import copy, launch
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale
 from sagebwd.kernels.sm90.operands.norm_rope_codes import SOURCES, macros_of, read_prologue, tables_of
-from sagebwd.kernels.sm90.operands.norm_rope_gradients import Gradients
 from sagebwd.kernels.sm90.widths import BackwardTile
 from sagebwd.reference.float8 import RESTORED
 
@@ -38,8 +39,17 @@ class Tiles(NamedTuple):
         return 8 * self.warps
 
 
-# By head_dim; not timed.
-TILES = {64: Tiles(4, 16, 2, 5), 128: Tiles(4, 16, 2, 3)}
+# By head_dim: the best of nine at 64 and of six at 128, timed on an H200 (32K and 16K tokens, 16 heads).
+TILES = {64: Tiles(4, 16, 2, 4), 128: Tiles(4, 16, 2, 2)}
+
+
+class Gradients(NamedTuple):
+    """Of q and k, each as its own lies, and the programs' shares of those of the weights, (programs, D) FP32."""
+
+    dq: Tensor
+    dk: Tensor
+    dq_weight: Tensor | None
+    dk_weight: Tensor | None
 
 
 def source(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, tiles: Tiles) -> Source:

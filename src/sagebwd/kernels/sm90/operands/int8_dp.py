@@ -43,6 +43,7 @@ from sagebwd.kernels.sm90.operands.bwd_preprocess import (
     Cleared,
     RowValues,
     clear_share,
+    finite_abs_max,
     k_amax,
     norm_of,
     power_of_2,
@@ -165,9 +166,13 @@ def int8_row_values(
         tl.store(rows + 3 * BLOCK, inverse)
         tl.store(spread + row, spread_row, mask=inside)
         scales += block * SCALES
-        store_float8(times(floats(tile), weight), do_t, scales, z, block, blocks, value_dim, BLOCK)
+        do_x = floats(tile)
+        store_float8(times(do_x, weight), abs_max_of(do_x) * weight, do_t, scales, z, block, blocks, value_dim, BLOCK)
         q_x = turned_codes(q_int8, signs, TURNED, head_dim, BLOCK_D) if TURNED else floats(q_int8)
-        store_float8(times(q_x, scale * spread_row), q_t, scales + 1, z, block, blocks, head_dim, BLOCK)
+        factor = scale * spread_row
+        store_float8(
+            times(q_x, factor), finite_abs_max(q_x) * factor, q_t, scales + 1, z, block, blocks, head_dim, BLOCK
+        )
 
 
 class Int8DpOperands(NamedTuple):
