@@ -9,6 +9,11 @@ import time
 from dataclasses import asdict
 from typing import Annotated
 
+from sagebwd_command import command_line, run, stop_by_ctrl_c
+
+if __name__ == "__main__":
+    stop_by_ctrl_c("benchmarks")
+
 try:
     import typer
     from rich.table import Table
@@ -19,7 +24,7 @@ except ImportError as error:  # pragma: no cover - exercised in a subprocess
 
 KERNELS = "src/sagebwd/kernels"
 
-app = commands.command_line("Speed and memory of attention.")
+app = command_line("Speed and memory of attention.")
 
 
 @app.command()
@@ -326,7 +331,7 @@ def _block_table(title: str, rows: list) -> Table:
 
 def main() -> None:
     """Entry point of `python -m benchmarks`."""
-    commands.run(app, "benchmarks")
+    run(app, "benchmarks")
 
 
 if __name__ == "__main__":  # processes that it starts import this too

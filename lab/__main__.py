@@ -12,11 +12,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from sagebwd_command import command_line, stop_by_ctrl_c
+from sagebwd_command import run as run_app
+
+if __name__ == "__main__":
+    stop_by_ctrl_c("lab")
+
 try:
     import typer
 
-    from benchmarks.commands import command_line
-    from benchmarks.commands import run as run_app
     from lab.commands import continued, figures, gaussian, seeds, steps
     from lab.commands.configs import ConfigFile, Folder, Only, Setting, load
     from lab.commands.terminal import training

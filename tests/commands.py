@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,6 +21,12 @@ def started(module, *arguments, **environment):
         [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True, check=False, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
     )  # fmt: skip
+
+
+def forked(module, *arguments):
+    """The same, of a process that need not import torch again."""
+    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return programs.run(code, ROOT, *map(str, arguments), CUDA_VISIBLE_DEVICES="")
 
 
 def without(package, program, *arguments):

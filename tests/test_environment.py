@@ -33,27 +33,26 @@ def test_without_numpy_nothing_is_printed_that_torch_does_not_print(tmp_path):
     assert (both.stdout, both.stderr) == (torch.stdout, torch.stderr)
 
 
-def test_python_m_is_the_command_line():
-    assert "doctor" in run("-m", "sagebwd", "--help").stdout
+SWITCHES = f"""
+import os, sys
+for name in [name for name in os.environ if name.startswith({environment.PREFIX!r}) and name not in sys.argv]:
+    del os.environ[name]
+from sagebwd.switches import current
+print(current)
+"""
 
 
-PRINT = "from sagebwd.switches import current; print(current)"
-
-
-def imported(**variables: str) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(environment.PREFIX)}
-    return subprocess.run([sys.executable, "-c", PRINT], env=kept | variables, capture_output=True, text=True)
-
-
-def test_switches_are_read_on_import():
-    done = imported(SAGEBWD_DETERMINISTIC="1", SAGEBWD_DISABLED="0", SAGEBWD_BACKWARD_16BIT="")
+def test_switches_are_read_on_import(tmp_path):
+    variables = {"SAGEBWD_DETERMINISTIC": "1", "SAGEBWD_DISABLED": "0", "SAGEBWD_BACKWARD_16BIT": ""}
+    done = programs.run(SWITCHES, tmp_path, *variables, **variables)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "_Switches(disabled=False, backward_16bit=False, deterministic=True)\n"
 
 
-def test_a_variable_that_nothing_reads_is_warned_of():
+def test_a_variable_that_nothing_reads_is_warned_of(tmp_path):
     """As SAGEBWD_CACHE, which the folder of token files once had beside SAGEBWD_CACHE_DIR."""
-    done = imported(SAGEBWD_CACHE="/tmp", SAGEBWD_CACHE_DIR="/tmp")
+    variables = {"SAGEBWD_CACHE": "/tmp", "SAGEBWD_CACHE_DIR": "/tmp"}
+    done = programs.run(SWITCHES, tmp_path, *variables, **variables)
     assert done.returncode == 0
     assert done.stderr.count("is not read by sagebwd") == 1
     assert "SAGEBWD_CACHE is not read by sagebwd; accepted: " in done.stderr

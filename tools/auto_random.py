@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sagebwd import arguments, dispatch
 from sagebwd.auto.contenders import PEERS, TORCH, VARLEN
-from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, MASK, PACKED, PADDING, WINDOW
+from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, MARGIN, MASK, PACKED, PADDING, WINDOW
 from sagebwd.call import Ask
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.hardware import check_device
@@ -203,6 +203,28 @@ def chosen_of(call: Call, leaves: list[Tensor]) -> str:
         choice = arguments.choice_of(q, k, v, **ours.keywords)[0]
     contender = choice.contender or LOW
     return TORCH if contender == VARLEN else contender
+
+
+def ms_by_package(call: Call, row: Row, card: str) -> float:
+    """Ms in a row of whom the package's model names for its call, on a card with the peers that the row has."""
+    *tensors, _ = call.inputs("meta")
+    leaves = [x.requires_grad_(call.trains) for x in tensors]
+    if call.kind == PACKED:
+        offsets = call.offsets(torch.device("meta"))
+        lengths = (call.longest,) * 2
+        _, of = arguments.packed_choice_of(*leaves, offsets, offsets, *lengths, is_causal=True, card=card)
+    else:
+        _, of = arguments.choice_of(*leaves, **attentions(call, leaves)[0].keywords, card=card)
+    times = dispatch.times_of(of.ask, card)
+    if times is None:
+        return row.times[TORCH if of.size.by_torch else LOW][0]
+    own = (times.head_dim, times.value_dim) == (call.head_dim, call.value_dim)
+    low_ms, full = times.ms(of.size)
+    taken = {TORCH if name == VARLEN else name: ms for name, ms in full.items() if own or name not in PEERS}
+    if low_ms is not None:
+        taken[LOW] = (1 + MARGIN / 100) * low_ms
+    known = [name for name in taken if name in row.times and name not in row.wrong]
+    return row.times[min(known, key=taken.get)][0]
 
 
 def _once(run: Callable[[], object], device: str) -> float:

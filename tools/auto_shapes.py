@@ -86,8 +86,8 @@ class Call:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gaussian q, k, v and do in BF16."""
-        generator = torch.Generator(device).manual_seed(0)
+        """Gaussian q, k, v and do in BF16; on the device meta their shapes."""
+        generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
 
         def drawn(heads: int, tokens: int, width: int) -> Tensor:
             shape = (

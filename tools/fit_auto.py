@@ -3,10 +3,12 @@
 Files are those of ``benchmarks/results`` that have times of `mixed` beside contenders in full precision:
 ``crossings_*.json`` and ``timings_*.json``, of `sagebwd doctor --measure --output benchmarks/results`, and
 ``attention_*.json`` and ``packed_*.json`` of `python -m benchmarks attention`, of whose packed calls those of equal
-lengths count. ``FILE:mask,padding`` takes rows of these kinds of mask alone. With ``--write`` the costs of the files'
-cards go into ``src/sagebwd/auto/model.json``. Without a file it takes those that are there already. ``--hold-out``
-fits each part of the timings from the others, a file, a size or a number of tokens at a time, and prints how often the
-faster one is chosen and what is lost where it is not.
+lengths count. ``FILE:mask,padding`` takes rows of these kinds of mask alone, ``FILE@96,192/128`` of these widths. It
+prints how often the model chooses who is within 3% of the fastest, and what is lost where it does not. With
+``--write`` the costs of the files' cards go into ``src/sagebwd/auto/model.json``. Without a file it takes those that
+are there already. ``--packaged`` asks ``model.json`` as it is in place of a new fit. ``--hold-out`` fits each part of
+the timings from the others, a file, a size or a number of tokens at a time. ``--drawn FILE...`` asks ``model.json``
+about calls of `tools.auto_random`, by what these files say each contender took.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from rich.table import Table
 from sagebwd.auto import model
 from sagebwd.auto.contenders import FA3, FA4, FLASH, PEERS
 from sagebwd.auto.fit import BOUND, LOW, fitted, size_of, times_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING, Times
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING, Times, widths_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,11 +36,12 @@ _DIRECTIONS = {"fwd": FORWARD, "fwd+bwd": TRAINING}
 
 
 def rows_of(name: str) -> tuple[dict, list[dict]]:
-    """The facts of a results file, and its rows as `sagebwd.auto.fit` takes them; ``name``: FILE or FILE:KIND,KIND.
+    """The facts of a results file, and its rows as `sagebwd.auto.fit` takes them.
 
-    Raises ValueError for a file of other rows, and where it has none of the kinds.
+    name: FILE[:KIND,...][@WIDTH,...]. Raises ValueError for a file of other rows, and for what it has no rows of.
     """
-    file, _, kinds = name.partition(":")
+    names, _, widths = name.partition("@")
+    file, _, kinds = names.partition(":")
     path = Path(file)
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = content.pop("rows")
@@ -46,9 +49,15 @@ def rows_of(name: str) -> tuple[dict, list[dict]]:
         rows = list(_of_bench(rows))
     elif not path.name.startswith(("crossings_", "timings_")):
         raise ValueError(f"{path}: expected crossings_*.json, timings_*.json, attention_*.json or packed_*.json")
-    found = [row | {"file": path.name} for row in rows if not kinds or row["kind"] in kinds.split(",")]
+    found = [
+        row | {"file": path.name}
+        for row in rows
+        if (not kinds or row["kind"] in kinds.split(","))
+        and (not widths or widths_text(row["head_dim"], row["value_dim"]) in widths.split(","))
+    ]
     if not found:
-        raise ValueError(f"{name}: no rows of {kinds or 'any kind'}; kinds are {', '.join(KINDS)}")
+        asked = f"{kinds or 'any kind'}, head_dim {widths or 'any'}"
+        raise ValueError(f"{name}: no rows of {asked}; kinds are {', '.join(KINDS)}")
     return content, found
 
 
@@ -117,8 +126,8 @@ def files_of_model() -> list[str]:
 
 
 def residuals(times: Iterable[Times], rows: Iterable[Mapping]) -> dict[tuple[str, str, str], list[float]]:
-    """log(fitted / timed) of calls that the GPU's time decides, by kind, direction and side."""
-    known = {one[:6]: one for one in times}
+    """log(fitted / timed) of what the GPU takes of calls that its time decides, by kind, direction and side."""
+    known = {one[:6]: one for one in map(_on_gpu, times)}
     found: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
         one = known.get(place_of(row))
@@ -130,6 +139,12 @@ def residuals(times: Iterable[Times], rows: Iterable[Mapping]) -> dict[tuple[str
             if name in fit and ms is not None and ms >= BOUND * (host_ms or 0):
                 found.setdefault((row["kind"], row["direction"], name), []).append(math.log(fit[name] / ms))
     return found
+
+
+def _on_gpu(one: Times) -> Times:
+    """The same without hosts."""
+    full = {name: cost._replace(host=0) for name, cost in one.full.items()}
+    return one._replace(low=one.low._replace(host=0), full=full)
 
 
 class Score:
@@ -152,6 +167,31 @@ class Score:
         return [str(len(self.losses)), f"{self.right / len(self.losses):.3f}", *lost]
 
 
+def chosen(one: Times, row: Mapping, peers: bool) -> tuple[float, float, float] | None:
+    """Ms that a row has of what is chosen, of the fastest, and of what torch picks; None where there is no choice.
+
+    peers: whether they are asked too.
+    """
+    timed = {name: ms for name, (ms, _) in times_of(row).items() if ms is not None and (peers or name not in PEERS)}
+    low_ms, full = one.ms(size_of(row))
+    fit = {LOW: (1 + model.MARGIN / 100) * low_ms} | {name: ms for name, ms in full.items() if name in timed}
+    if LOW not in timed or len(fit) < 2:
+        return None
+    picked = next(name for name in timed if name != LOW)
+    return timed[min(fit, key=fit.get)], min(timed.values()), timed[picked]
+
+
+def choices(times: Iterable[Times], rows: Iterable[Mapping]) -> dict[tuple[str, str], Score]:
+    """How well rows' calls are chosen among all that were timed, peers too, by kind and direction."""
+    known, found = {one[:6]: one for one in times}, {}
+    for row in rows:
+        one = known.get(place_of(row))
+        of = None if one is None else chosen(one, row, peers=True)
+        if of is not None:
+            found.setdefault((row["kind"], row["direction"]), Score()).add(*of[:2])
+    return found
+
+
 def held_out(rows: list[dict], part_of: Callable[[Mapping], object]) -> dict[object, tuple[Score, Score]]:
     """By part: the choices of a model that was fitted from the other parts, and those of torch always."""
     found = {}
@@ -159,19 +199,31 @@ def held_out(rows: list[dict], part_of: Callable[[Mapping], object]) -> dict[obj
         known = {one[:6]: one for one in fitted([row for row in rows if part_of(row) != part], "", "")}
         scores = Score(), Score()
         for row in rows:
-            one = known.get(place_of(row))
-            timed = {name: ms for name, (ms, _) in times_of(row).items() if ms is not None and name not in PEERS}
-            if part_of(row) != part or one is None or LOW not in timed or len(timed) < 2:
-                continue
-            low_ms, full = one.ms(size_of(row))
-            fit = {LOW: (1 + model.MARGIN / 100) * low_ms} | {name: ms for name, ms in full.items() if name in timed}
-            if len(fit) < 2:
-                continue
-            least = min(timed.values())
-            scores[0].add(timed[min(fit, key=fit.get)], least)
-            scores[1].add(timed[next(name for name in timed if name != LOW)], least)
+            one = known.get(place_of(row)) if part_of(row) == part else None
+            of = None if one is None else chosen(one, row, peers=False)
+            if of is not None:
+                scores[0].add(of[0], of[1])
+                scores[1].add(of[2], of[1])
         found[part] = scores
     return found
+
+
+def drawn_score(path: Path) -> Score:
+    """How well ``model.json`` chooses the calls of a results file of `tools.auto_random`."""
+    from tools import auto_random
+
+    content, score = json.loads(path.read_text(encoding="utf-8")), Score()
+    for row in (auto_random.Row(**row) for row in content["rows"]):
+        call = auto_random.drawn(row.number + 1, row.seed)[row.number]
+        if str(call) != row.call:
+            raise ValueError(f"{path}: {row.call!r} of seed {row.seed} is drawn as {str(call)!r} today")
+        if row.best is None:
+            continue
+        ms = auto_random.ms_by_package(call, row, content["gpu"])
+        score.add(ms, row.best)
+        if ms > auto_random.RIGHT * row.best:
+            print(f"{row.best / ms:.3f} of the fastest: {row.call}")
+    return score
 
 
 def _power(row: Mapping) -> int:
@@ -187,10 +239,16 @@ PARTS: dict[str, Callable[[Mapping], object]] = {
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", metavar="FILE[:KIND,...]")
+    parser.add_argument("files", nargs="*", metavar="FILE[:KIND,...][@WIDTH,...]")
     parser.add_argument("--write", action="store_true", help="write src/sagebwd/auto/model.json of these files alone")
     parser.add_argument("--hold-out", action="store_true", help="fit parts from the others")
+    parser.add_argument("--packaged", action="store_true", help="ask model.json as it is")
+    parser.add_argument("--drawn", type=Path, nargs="+", metavar="FILE", help="ask model.json about drawn calls")
     given = parser.parse_args(arguments)
+    if given.drawn:
+        for path in given.drawn:
+            print(path.name, "calls {}, within 3% {}, lost {}, most {}".format(*drawn_score(path).cells()))
+        return
     names = given.files or files_of_model()
     cards: dict[str, list[dict]] = {}
     for name in names:
@@ -201,9 +259,14 @@ def main(arguments: list[str] | None = None) -> None:
         shown = Table(
             "kind", "direction", "of", "timings", "rms", "most", title=f"{card}: log(fitted / timed)", box=None
         )
-        for place, values in sorted(residuals(fitted(rows, "", ""), rows).items()):
+        times = model.of_this_project()[card] if given.packaged else fitted(rows, "", "")
+        for place, values in sorted(residuals(times, rows).items()):
             rms = math.sqrt(fmean(x * x for x in values))
             shown.add_row(*place, str(len(values)), f"{rms:.3f}", f"{max(map(abs, values)):.2f}")
+        console.print(shown)
+        shown = Table("kind", "direction", "timings", "within 3%", "lost", "most", title=f"{card}: chosen", box=None)
+        for place, score in sorted(choices(times, rows).items()):
+            shown.add_row(*place, *score.cells())
         console.print(shown)
         if not given.hold_out:
             continue

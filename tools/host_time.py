@@ -3,12 +3,13 @@
 `python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward by their programs, of
 `sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not in it.
 Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a recipe prints
-what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without; `new-masks` how
+what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without; `mixed-masks` by
+`mixed` on Hopper's kernels, and `new-masks` how
 long calls take, the device's part included, under masks of each kind, beside torch's `create_block_mask`.
 
 With ``--cuda`` it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
-attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the CPU itself
-makes what a mask's calls read.
+attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the
+kernels that read a mask are launched on the same libcuda, but for what is made of a BlockMask.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from benchmarks.timer import from_rest
 from sagebwd import dispatch, read_block_mask, sage_attention
 from sagebwd.call import Call
 from sagebwd.cli.timer import time_interleaved
+from sagebwd.masks import mask as masks
 from sagebwd.recipe import Recipe
 
 HOPPER = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
@@ -129,6 +131,7 @@ def pretend() -> None:
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132
+    masks.by_kernels = lambda x: True
     dispatch.choose = lambda ask, size, *_: HOPPER
 
 
@@ -175,11 +178,13 @@ def measure(recipe: str, rounds: int = ROUNDS, ms: float = ROUND_MS, device: str
     return microseconds(calls, device, rounds, ms)
 
 
-def measure_masks(rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu") -> dict[str, float]:
-    """Microseconds of `sage_attention` and of its backward by what masks it, on the portable kernels."""
+def measure_masks(
+    rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu", recipe: str = "token", impl: str = "triton"
+) -> dict[str, float]:
+    """Microseconds of `sage_attention` and of its backward by what masks it; without gradients too."""
     if device == "cpu":
         pretend()
-        dispatch.choose = lambda ask, size, *_: dispatch.named(Recipe.named("token"), "triton/triton")
+        dispatch.choose = lambda ask, size, *_: dispatch.named(Recipe.named(recipe), f"{impl}/{impl}")
     *leaves, do = inputs(device)
     leaves = [x.requires_grad_() for x in leaves]
     tokens = torch.arange(TOKENS, device=device)
@@ -197,10 +202,15 @@ def measure_masks(rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu
     }
     calls = {}
     for name, mask in masks.items():
-        attend = partial(sage_attention, *leaves, is_causal=True, recipe="token", impl="triton", **mask)
-        backward = partial(torch.autograd.grad, inputs=leaves, grad_outputs=do, retain_graph=True)
-        calls |= {name: attend, f"{name}, autograd": partial(backward, attend())}
+        attend = partial(sage_attention, *leaves, is_causal=True, recipe=recipe, impl=impl, **mask)
+        calls |= {name: attend, f"{name}, both": partial(_both, attend, leaves, do)}
+        calls[f"{name}, without gradients"] = torch.no_grad()(attend)
     return microseconds(calls, device, rounds, ms)
+
+
+def _both(attend: Callable[[], torch.Tensor], leaves: list[torch.Tensor], do: torch.Tensor) -> None:
+    """Forward and backward of a call, whose mask backward reads then."""
+    torch.autograd.grad(attend(), leaves, do)
 
 
 def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
@@ -256,6 +266,8 @@ def main(arguments: list[str]) -> None:
         if device == "cpu":
             take_driver(Path(folder))
             take_runtime(Path(folder))
+        on_hopper = partial(measure_masks, recipe="mixed", impl="hopper")
+        of_masks = {"masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks}
         found = {text: of_masks.get(text, partial(measure, text))(device=device) for text in given.recipes}
         if device == "cuda":
             found["torch"] = measure_torch()

@@ -24,6 +24,8 @@ from sagebwd.version import __version__
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "sagebwd"
+COMMAND = "sagebwd_command.py"
+"""The one module beside the package."""
 OUTSIDE = ("lab", "benchmarks")
 """Packages of a clone: training runs, studies and measurements of speed, which nobody installs."""
 NOT_NEEDED = ("transformers", "diffusers", "typer", "rich", "yaml", "matplotlib", "datasets", "accelerate", "numpy")
@@ -54,7 +56,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 def check_contents(wheel: Path, sdist: Path) -> None:
     """Wheel and sdist hold the package, its metadata, and nothing else."""
     sources = {f"sagebwd/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*") if path.is_file()}
-    sources = {name for name in sources if "__pycache__" not in name}
+    sources = {name for name in sources if "__pycache__" not in name} | {COMMAND}
     kinds = ".py", "py.typed", ".txt", ".json", ".cu", ".cuh"
     odd = [name for name in sources if not name.endswith(kinds) or "/test" in name]
     expect(not odd, f"not a part of a package: {odd}")
@@ -66,7 +68,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         strangers = of_the_clone({name: archive.read(name) for name in names if name.endswith(".py")})
     expect(not strangers, f"wheel: of the laboratory and the benchmarks are {strangers}")
     beside = {name for name in names if not name.startswith(f"{information}/")}
-    expect(beside == sources, f"wheel and src/sagebwd differ: {sorted(beside ^ sources)}")
+    expect(beside == sources, f"wheel and src differ: {sorted(beside ^ sources)}")
     expect(f"{information}/licenses/LICENSE" in names, "wheel: no LICENSE")
     expect(wheel.name.endswith("-py3-none-any.whl"), wheel.name)
     expect(metadata["Version"] == __version__, f"wheel: version {metadata['Version']}")

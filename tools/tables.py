@@ -40,6 +40,7 @@ WIDTHS = {  # by card, the later file counts for a call of two
     ),
     "H100": ("attention_h100-80gb-hbm3_2026-11-27_3bed015",),
 }
+BLOCKS = ("block_h200_2026-11-28_05d8c37", "block_h200_2026-11-28_49cd924", "block_h200_2026-11-28_214a762")
 LENGTHS = (4096, 8192, 16384)
 TABLES: dict[str, Callable[[], str]] = {}
 
@@ -305,15 +306,19 @@ def steps() -> str:
 @named
 def blocks() -> str:
     """Norm, rotary embedding and attention in one call, and BF16 attention behind a compiled norm and rotation."""
+    calls: dict[tuple[int, int, str], dict[str, float]] = {}
+    for name in BLOCKS:
+        for x in rows_of(name):
+            if x["part"] == "block":
+                calls.setdefault((x["head_dim"], x["tokens"], x["direction"]), {})[x["name"]] = x["ms"]
     rows = []
-    for name in ("block_h200_2026-11-28_05d8c37", "block_h200_2026-11-28_49cd924"):
-        for way in ("fwd", "fwd+bwd"):
-            ms = {x["name"]: x["ms"] for x in rows_of(name) if (x["part"], x["direction"]) == ("block", way)}
-            best = min(ms[peer] for peer in BLOCK_PEERS)
-            cells = (f"{ms[other]:.3f}" for other in ("sagebwd", "compiled + sagebwd", *BLOCK_PEERS))
-            tokens = f"{length(rows_of(name)[0]['tokens'])}, {'forward' if way == 'fwd' else 'both'}"
-            rows.append([tokens, *cells, f"{best / ms['sagebwd']:.2f}"])
-    return table(["tokens", "this call", "compiled, then `mixed`", *BLOCK_PEERS.values(), "over the best"], rows)
+    for (head_dim, tokens, way), ms in sorted(calls.items()):
+        best = min(ms[peer] for peer in BLOCK_PEERS)
+        cells = (f"{ms[other]:.3f}" for other in ("sagebwd", "compiled + sagebwd", *BLOCK_PEERS))
+        said = f"{length(tokens)}, {'forward' if way == 'fwd' else 'both'}"
+        rows.append([str(head_dim), said, *cells, f"{best / ms['sagebwd']:.2f}"])
+    heads = ["this call", "compiled, then `mixed`", *BLOCK_PEERS.values(), "over the best"]
+    return table(["head_dim", "tokens", *heads], rows)
 
 
 @named

@@ -187,9 +187,9 @@ def _planned(spec: Hashable, checked: Arguments, sinks: Tensor | None) -> plans.
     if contender is None:
         padding = None
         if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
-            padding = elements[:, 0, 0].expand(k.shape[0], k.shape[2])
+            padding, elements = elements[:, 0, 0].expand(k.shape[0], k.shape[2]), None
         call = checked.call(choice.recipe)
-        plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding)
+        plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
     else:
         instead = _by_kernels(checked) if contender in PEERS and not checked.size.by_torch else None
         if packed:

@@ -24,6 +24,7 @@ from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
+from sagebwd.masks.elements import Elements, Left, restored
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import tensors_in
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
@@ -152,6 +153,8 @@ class _Read(NamedTuple):
 
 
 _NOTHING = _Read({}, (), None)
+# By which a mask that forward's program read keeps what is left of it.
+_LEFT = "left"
 
 
 class SdpaCall:
@@ -166,9 +169,13 @@ class Plan:
     """The plan of a call that kernels, or the reference, run."""
 
     def __init__(
-        self, choice: Choice, call: Call, q: Tensor, k: Tensor, *, sinks: bool, padding: Tensor | None = None
-    ) -> None:
-        """Of q and k, or of tensors that lie like them; call, of which no tensor is kept; padding, the keys' view."""
+        self, choice: Choice, call: Call, q: Tensor, k: Tensor, *, sinks: bool, padding: Tensor | None = None,
+        elements: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Of q and k, or of tensors that lie like them; call, of which no tensor is kept; padding, the keys' view.
+
+        elements: an attn_mask in four dimensions that is no padding.
+        """
         self.choice, self.packed = choice, call.packed
         self.answer = answer(str(choice.recipe), choice.name)
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
@@ -179,6 +186,7 @@ class Plan:
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.padding = None if padding is None else (padding.shape, padding.stride())
+        self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
         self.programs = Cache(MOST_PROGRAMS)
 
     def masks_of(
@@ -189,14 +197,20 @@ class Plan:
             return None, mask
         if self.padding is not None and mask is None:
             return attn_mask.as_strided(*self.padding), None
+        if self.elements is not None and mask is None:  # which the programs read
+            return None, self.elements.unread(attn_mask)
         elements = mask_argument.elements_of(attn_mask, q, k)
         return mask_argument.read(attn_mask, elements, mask, q, k, by_key=trains, choice=self.choice)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Mask | None,
         cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, prologue: Prologue | None = None,
+        trains: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """O, lse of the smoothed scores, and the workspace; prologue: what the plan's call had, of other values."""
+        """O, lse of the smoothed scores, and the workspace; prologue: what the plan's call had, of other values.
+
+        trains: whether a backward will read what is left of a mask's elements.
+        """
         if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
             checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
             checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
@@ -204,15 +218,21 @@ class Plan:
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
-        read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
+        unread = mask is not None and mask.blocks is None
+        if unread:
+            read = _Read({}, (mask.elements,), ("elements", trains))
+        else:
+            read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ()), q, k, v, sinks
         tensors = [x for x in given if x is not None]
         program = self.programs.get(read.layouts)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
-            program = self._forward_program(call, q, k, v, sinks)
+            program = self._forward_program(mask.elements if unread else None, trains, call, q, k, v, sinks)
             self.programs.put(read.layouts, program)
-        o, lse, *_ = program.run(tensors, workspace)
+        o, lse, *rest = program.run(tensors, workspace)
+        if unread and trains:
+            mask.parts.keep(_LEFT, Left(*rest[-len(Left._fields) :]))
         return o, lse, workspace
 
     def backward(
@@ -229,7 +249,12 @@ class Plan:
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
-        read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
+        unread = mask is not None and mask.blocks is None
+        if unread:
+            left = mask.parts.known(_LEFT)
+            read = _Read({}, (mask.elements, *left), "elements")
+        else:
+            read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
         tensors = [x for x in (*given, workspace, o, lse, do, dlse, q, k, v) if x is not None]
         # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
@@ -238,12 +263,13 @@ class Plan:
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            program = self._backward_program(call, workspace, o, lse, do, dlse, q, k, v)
+            of_mask = (mask.elements, left) if unread else (None, None)
+            program = self._backward_program(*of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
-        dq, dk, dv, *shares, by_block = program.run(tensors)
+        *gradients, by_block = program.run(tensors)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
-        return dq, dk, dv, *(None if x is None else x.sum(0) for x in shares), by_block
+        return *gradients, by_block
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
@@ -274,19 +300,35 @@ class Plan:
             queries, keys = queries._replace(cu_seqlens=cu_seqlens_q), keys._replace(cu_seqlens=cu_seqlens_k)
         return call._replace(queries=queries, keys=keys, key_mask=key_mask, mask=mask)
 
-    def _forward_program(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> object:
-        family = dispatch.family(FORWARD, self.choice, call)
+    def _forward_program(self, elements: Tensor | None, trains: bool, call: Call, *tensors: Tensor | None) -> object:
+        """elements: of a mask that is read in it, and if it trains left for backward (`_LEFT`)."""
+        family, runtime = dispatch.family(FORWARD, self.choice, call), dispatch.runtime()
         rooms = {Saved._fields.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
-        runtime = dispatch.runtime()
-        return runtime.program.Program.of(runtime.driver.forward, (*family, call, q, k, v, sinks), rooms)
 
-    def _backward_program(self, call: Call, workspace: Tensor, *tensors: Tensor | None) -> object:
+        def described(elements: Tensor | None, call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+            if elements is None:
+                return runtime.driver.forward(*family, call, *tensors)
+            call, left = self.elements.read(elements, call, trains)
+            saved = runtime.driver.forward(*family, dispatch.prepared(FORWARD, self.choice, call), *tensors)
+            return *saved, *(left if trains else ())
+
+        return runtime.program.Program.of(described, (elements, call, *tensors), rooms)
+
+    def _backward_program(
+        self, elements: Tensor | None, left: Left | None, call: Call, workspace: Tensor, *tensors: Tensor | None
+    ) -> object:
+        """elements: of a mask of which ``left`` is left."""
         family, runtime = dispatch.family(BACKWARD, self.choice, call), dispatch.runtime()
 
-        def described(call: Call, workspace: Tensor, o: Tensor, lse: Tensor, *rest: Tensor | None) -> tuple:
+        def described(
+            elements: Tensor | None, left: Left | None, call: Call, workspace: Tensor, o: Tensor, lse: Tensor,
+            *rest: Tensor | None,
+        ) -> tuple[Tensor | None, ...]:  # fmt: skip
+            if elements is not None:
+                call = dispatch.prepared(BACKWARD, self.choice, restored(elements, left, call))
             return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
 
-        return runtime.program.Program.of(described, (call, workspace, *tensors))
+        return runtime.program.Program.of(described, (elements, left, call, workspace, *tensors))
 
     def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
         """What forward left."""
@@ -362,7 +404,7 @@ class SageAttention(torch.autograd.Function):
         """`Plan.forward`."""
         masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before)
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, True)
         keep_q, keep_k = plan.keeps
         ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
         # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes

@@ -67,6 +67,26 @@ def test_a_host_that_was_busy_in_few_calls_is_not_counted_slow():
     assert found.low == pytest.approx(LOW, rel=1e-6)
 
 
+def test_of_one_call_on_the_gpu_those_that_wait_for_the_host_say_the_rest():
+    """Regression: 3.2 ms of the longest of six calls under a mask counted for all, of which five took a third."""
+    rows = rows_of(MASK, Cost.of(1100, 0, 0, 1.4), shapes=[(2, 16, 8192), (8, 16, 2048), (16, 16, 1024)])
+    (found,) = fitted(rows, "", "")
+    assert [row["ms"] > row["host_ms"] for row in rows] == [True, False, False]
+    assert found.low == pytest.approx(Cost.of(1100, 0, 0, 1.4), rel=1e-6)
+
+
+def test_no_fit_says_much_more_than_a_call_took_that_waited_for_its_host():
+    """Calls of the same rows say nothing of what launches take: of the two least squares have it all in launches."""
+    one_size = [(b, 16, 8192 // b) for b in (1, 2, 4, 8, 16)]
+    low = Cost.of(50, 0, 2, 1)
+    rows = rows_of(FULL, low, shapes=one_size)
+    short = rows_of(FULL, low, shapes=[(1, 4, 256)])
+    (without,), (found,) = (fitted(of, "", "") for of in (rows, rows + short))
+    assert short[0]["ms"] == short[0]["host_ms"]
+    assert without.low.fixed > 2e12 * short[0]["ms"]
+    assert found.low == pytest.approx(low, rel=1e-6)
+
+
 def test_a_kind_with_few_timings_is_a_multiple_of_calls_without_a_mask():
     few = rows_of(PADDING, Cost.of(50, 40, 0.6, 1.2), shapes=SHAPES[-ENOUGH + 1 :])
     full, padding = fitted(few + rows_of(FULL), "", "")

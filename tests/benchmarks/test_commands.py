@@ -9,7 +9,7 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import attention
 from sagebwd.cli.terminal import Progress
-from tests.commands import runner, started
+from tests.commands import forked, runner, started
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
 
 
 def test_a_mistake_shows_no_traceback():
-    outcome = started("benchmarks", "attention")
+    outcome = forked("benchmarks", "attention")
     assert outcome.returncode == 2
     assert "torch sees no GPU" in outcome.stderr
     assert "Traceback" not in outcome.stderr

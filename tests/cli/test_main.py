@@ -11,7 +11,8 @@ from sagebwd.cli import doctor, hardware, measure, timings
 from sagebwd.cli import main as cli
 from sagebwd.kernels.capabilities import IMPLEMENTATIONS
 from sagebwd.version import __version__
-from tests.commands import ROOT, runner, started, without, without_defaults
+from tests import programs
+from tests.commands import ROOT, forked, runner, started, without_defaults
 
 
 @pytest.fixture
@@ -107,14 +108,14 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
 
 
 def test_a_mistake_shows_no_traceback():
-    outcome = started("sagebwd", "doctor", "--device", "cuda")
+    outcome = forked("sagebwd", "doctor", "--device", "cuda")
     assert outcome.returncode == 2
     assert "torch sees no GPU" in outcome.stderr
     assert "Traceback" not in outcome.stderr
 
 
 def test_a_missing_extra_is_named():
-    outcome = without("typer", "import sagebwd.cli.main")
+    outcome = programs.run("import sys; sys.modules['typer'] = None; import sagebwd.cli.main", ROOT)
     assert outcome.returncode == 1
     assert "pip install '.[cli]'" in outcome.stderr
 

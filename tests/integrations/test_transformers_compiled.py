@@ -10,7 +10,6 @@ from transformers import (
     BertModel,
     Gemma3ForCausalLM,
     Llama4ForCausalLM,
-    LlamaForCausalLM,
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -47,10 +46,9 @@ def test_chunks_compile_without_a_graph_break():
     assert relative_l2(compiled(input_ids=ids, use_cache=False).logits, exact(input_ids=ids).logits) < 1e-5
 
 
-@pytest.mark.parametrize(("model_class", "side"), [
-    (LlamaForCausalLM, "right"), (MistralForCausalLM, "left"), (MistralForCausalLM, "none"),
-    (Gemma3ForCausalLM, "right"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model_class", "side"), [(MistralForCausalLM, "left"), (MistralForCausalLM, "none"), (Gemma3ForCausalLM, "right")]
+)
 def test_a_padded_training_step_compiles_without_a_graph_break(model_class, side):
     torch._dynamo.reset()
     name = model_class.__name__.removesuffix("ForCausalLM").lower()
@@ -112,29 +110,31 @@ def test_compiled_decoding_with_a_static_cache_is_sdpas(padding):
     assert relative_l2(*outcomes) < 1e-5
 
 
-def test_packing_that_a_compiled_model_cannot_see_is_an_error():
-    torch._dynamo.reset()
-    model = pair(DECODERS["llama"]())[1]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for cache in (False, True):
-        model.config.use_cache = cache
-        ids, positions = tokens(2, 20), torch.arange(20)[None]
-        assert relative_l2(compiled(input_ids=ids, position_ids=positions).logits, model(input_ids=ids).logits) < 1e-5
-        with pytest.raises(RuntimeError, match="packed documents are not seen"):
-            compiled(input_ids=ids, position_ids=positions % 8)
-
-
-def test_compiled_positions_that_jump_are_sdpas():
-    """Regression: they were an error. Without a mask and a cache they are documents, as under SDPA."""
+def test_compiled_positions_are_sdpas_and_packing_that_is_not_seen_is_an_error():
+    """Regression: positions that jump were an error. Without a mask and a cache they are documents, as under SDPA."""
     torch._dynamo.reset()
     theirs, ours = pair(DECODERS["llama"]())
     compiled, ids = torch.compile(ours, fullgraph=True, backend="aot_eager"), tokens(2, 20)
-    for positions in (3 * torch.arange(20)[None], torch.arange(20)[None] // 2):
-        for beside in ({"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones_like(ids)}):
-            inputs = {"input_ids": ids, "position_ids": positions, **beside}
-            assert relative_l2(compiled(**inputs).logits, theirs(**inputs).logits) < 1e-5
+    places = torch.arange(20)[None]
+    plain, cached, masked = (
+        {"use_cache": False}, {"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones_like(ids)}
+    )  # fmt: skip
+
+    def same(positions, **beside):
+        inputs = {"input_ids": ids, "position_ids": positions, **beside}
+        assert relative_l2(compiled(**inputs).logits, theirs(**inputs).logits) < 1e-5
+
+    def refused(positions, **beside):
         with pytest.raises(RuntimeError, match="packed documents are not seen"):
-            compiled(input_ids=ids, position_ids=positions, use_cache=False)
+            compiled(input_ids=ids, position_ids=positions, **beside)
+
+    for beside in (plain, cached):
+        same(places, **beside)
+        refused(places % 8, **beside)
+    for jumping in (3 * places, places // 2):
+        same(jumping, **cached)
+        same(jumping, **masked)
+        refused(jumping, **plain)
 
 
 @pytest.mark.parametrize("implementation", ["sagebwd", "full-precision-sdpa", "full-precision-fa4"])

@@ -64,6 +64,7 @@ static float reciprocal(float x) { return 1.0f / x; }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 static void fence() {}
+template <class T> static T opaque(T x) { return x; }
 static void four_opaque(int* y, int x) { y[0] = y[1] = y[2] = y[3] = x; }
 static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -128,6 +129,7 @@ static u32 max_two(u32 a, u32 b) { return chosen_of_two(a, b, true); }
 static u32 min_two(u32 a, u32 b) { return chosen_of_two(a, b, false); }
 
 static float fp16_of(u32 two, int n) { const u16 x = (u16)(two >> 16 * n); _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+static float from_fp16(u16 x) { return fp16_of(x, 0); }
 static u32 to_fp16(float low, float high) {
   const _Float16 two[2] = {(_Float16)low, (_Float16)high};
   u32 y;
@@ -164,6 +166,11 @@ static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, flo
 static void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
   for (int r = 0; r < 4; r++) c[r] = start[r];
   mma_16bit(c, a, b0, b1);
+}
+static float of_fp16(u16 x, u16 y) { return from_fp16(x) * from_fp16(y); }
+static void mma_fp16(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
+  for (int r = 0; r < 4; r++) c[r] = start[r];
+  product<u16, float, 16>(c, a, b0, b1, of_fp16);
 }
 
 static void add_rows(float* c, const u32* a) {

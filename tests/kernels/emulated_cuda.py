@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sagebwd.kernels.runtime.nvrtc import Source
+from tests.shared import made_once
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 HEADER = Path(__file__).with_name("emulated_cuda.h")
@@ -34,16 +35,20 @@ def _library(source: Source) -> ctypes.CDLL:
     given = ", ".join(f"*({x}*)arguments[{n}]" for n, x in enumerate(types))
     text = "#define EMULATED\n" + HEADER.read_text(encoding="utf-8") + source.text
     text += f"static void call_kernel(void** arguments) {{ {source.name}({given}); }}\n"
-    folder = Path(tempfile.mkdtemp(prefix="sagebwd-emulated-"))
-    (folder / "kernel.cpp").write_text(text, encoding="utf-8")
     macros = [f"-D{name}={value}" for name, value in source.macros]
-    command = [COMPILER, "-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", *macros]
-    command += ["-o", str(folder / "kernel.so"), str(folder / "kernel.cpp")]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr[:4000]
-    library = ctypes.CDLL(str(folder / "kernel.so"))
-    shutil.rmtree(folder)
-    return library
+    # optimised further they take longer to compile than they save
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", *macros]
+
+    with tempfile.TemporaryDirectory(prefix="sagebwd-emulated-") as folder:
+
+        def compile_to(path: Path) -> None:
+            written = Path(folder) / "kernel.cpp"
+            written.write_text(text, encoding="utf-8")
+            done = subprocess.run([*command, "-o", path, written], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[:4000]
+
+        what = " ".join([*command, text])
+        return ctypes.CDLL(str(made_once(what, compile_to, Path(folder) / "kernel.so")))
 
 
 class EmulatedKernel:

@@ -173,7 +173,7 @@ def test_hopper_backward(dims, mask, pieces, value_pieces, of_dq, spills):
 
 
 # without a mask they need no more than under one with grouped heads
-@pytest.mark.slow  # test_bounded_wait.py compiles both to PTX in every run
+@pytest.mark.slow  # in every run test_bounded_wait.py compiles 256 to PTX, and the next test 192 to its layouts
 @pytest.mark.parametrize("mask", ["causal", "ungrouped"])
 @pytest.mark.parametrize(("head_dim", "pieces", "parts_of_k"), [(192, 3, 3), (256, 1, 2)])
 def test_hopper_backward_in_two(head_dim, pieces, parts_of_k, mask):

@@ -270,10 +270,10 @@ def family_backward(call, saved, do, dlse, q, k, v):
     dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
     out = dq, empty_like_rows(dk if k is None else k), dv
     prologue = call.prologue or NOTHING
-    shares = [None if x is None else torch.empty(2, call.head_dim) for x in prologue[2:4]]
+    sums = [None if x is None else torch.empty(call.head_dim) for x in prologue[2:4]]
     eps, interleaved, *_ = prologue
 
-    def run(do, q, k, norm, tensors, out, shares):
+    def run(do, q, k, norm, tensors, out, sums):
         if call.prologue is None:
             for x, factor in zip(out, (1, -2, 1)):
                 x.copy_(factor * do)
@@ -284,13 +284,13 @@ def family_backward(call, saved, do, dlse, q, k, v):
         dq, dk, *found = kernels.backward(*given)
         for x, gradient in zip(out, (dq, dk, do)):
             in_four(x).copy_(in_four(gradient))
-        for x, gradient in zip(shares, found):
+        for x, gradient in zip(sums, found):
             if x is not None:
-                x.copy_(gradient.sum(0) / 2)
+                x.copy_(gradient.sum(0))
 
-    given = do, q, k, saved.q_inverse_rms, tuple(prologue[2:]), out, tuple(shares)
+    given = do, q, k, saved.q_inverse_rms, tuple(prologue[2:]), out, tuple(sums)
     program.launch(Kernel(run), (1,), *given)
-    return out if call.prologue is None else (*out, *shares)
+    return out if call.prologue is None else (*out, *sums)
 
 
 def rows_of(x, prologue, side, tensors):

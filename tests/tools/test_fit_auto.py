@@ -82,8 +82,40 @@ def test_kinds_of_a_file():
     _, found = fit_auto.rows_of(f"{path}:causal,full")
     assert {row["kind"] for row in found} == {"causal", "full"}
     assert len(found) == sum(row["kind"] in ("causal", "full") for row in fit_auto.rows_of(str(path))[1])
-    with pytest.raises(ValueError, match="no rows of triangle; kinds are full, causal"):
+    with pytest.raises(ValueError, match="no rows of triangle, head_dim any; kinds are full, causal"):
         fit_auto.rows_of(f"{path}:triangle")
+
+
+def test_widths_of_a_file():
+    path = fit_auto.RESULTS / "crossings_h200_2026-11-25_7133de8.json"
+    _, found = fit_auto.rows_of(f"{path}:window,mask@96,192/128")
+    assert {(row["kind"], row["value_dim"]) for row in found} == {
+        ("window", 96), ("mask", 96), ("window", 128), ("mask", 128)
+    }  # fmt: skip
+    assert {row["head_dim"] for row in found} == {96, 192}
+    with pytest.raises(ValueError, match="no rows of mask, head_dim 72; kinds are"):
+        fit_auto.rows_of(f"{path}:mask@72")
+
+
+def test_peers_count_among_what_is_chosen():
+    """A call that mixed takes 1.2 ms of and FlashAttention-4 .6 is lost where the model does not know the peer."""
+    path = fit_auto.RESULTS / "timings_h200_2026-11-28_214a762.json"
+    _, rows = fit_auto.rows_of(f"{path}:window")
+    times = fitted(rows, "", "")
+    alone = [one._replace(full={name: cost for name, cost in one.full.items() if name != "fa4"}) for one in times]
+    fewer, all_of = (fit_auto.choices(of, rows)["window", FORWARD] for of in (alone, times))
+    assert len(all_of.losses) == len(fewer.losses) == 24
+    assert all_of.right > fewer.right
+    without = [one._replace(full={"cudnn": one.full["cudnn"]}) for one in times]
+    assert sum(fit_auto.choices(without, rows)["window", FORWARD].losses) > 2 * sum(all_of.losses)
+
+
+def test_drawn_calls_are_asked_about_by_the_package():
+    """Of calls that were drawn and timed on an H200, the model's choices have .95 of the fastest's speed."""
+    for commit, calls in (("05d8c37", 19), ("49cd924", 14)):
+        score = fit_auto.drawn_score(fit_auto.RESULTS / f"auto_h200_2026-11-28_{commit}.json")
+        assert len(score.losses) == calls
+        assert max(score.losses) < 0.05
 
 
 def test_the_command_prints_residuals_and_what_is_held_out(capsys, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Costs of calls, fitted from timings: least squares of relative errors, in which no coefficient is negative.
 
+A call that its host decides says that the GPU took no longer: where a fit says more, that is an error too.
+
 A row has the kind, head_dim, value_dim, direction, recipe, impl, batch, heads, kv_heads (heads where it is missing),
 tokens, ms and host_ms of low precision, torch_ms and torch_host_ms of what torch ``picked``, and ``others``: (ms, the
 host's ms) of more contenders in full precision by name, or ms alone; times of what does not run are None.
@@ -10,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import exp, log
-from statistics import fmean, quantiles
+from statistics import fmean, median
 
 from sagebwd.auto.contenders import PEERS, PICKED, TORCH
 from sagebwd.auto.model import FULL, KINDS, WINDOW, Cost, Size, Times, pairs_of
 
 # What low precision is called beside contenders in full precision.
 LOW = "low"
-# A call whose ms are less than this many times its host's says nothing of the GPU.
+# A call whose ms are less than this many times its host's says of the GPU that it took no longer.
 BOUND = 1.15
 # Calls that are timed on the GPU, from which on a kind has coefficients of its own.
 ENOUGH = 4
@@ -33,11 +35,7 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
     for row in rows:
         key = row["kind"], row["head_dim"], row["value_dim"], row["direction"], row["recipe"], row["impl"]
         groups.setdefault(key, []).append(row)
-    of_host: dict[tuple, list[float]] = {}  # which no width changes
-    for (kind, _, _, *rest), group in groups.items():
-        for row in group:
-            for name, (_, host_ms) in times_of(row).items():
-                of_host.setdefault((kind, *rest, name), []).extend([host_ms] if host_ms else [])
+    of_host = _hosts(groups)
     found: dict[tuple, tuple[float, ...]] = {}
     picks: dict[tuple, str] = {}  # of torch, which has another function of packed sequences than of dense ones
     times = []
@@ -49,17 +47,17 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
             if pick is None:  # low precision, and then what torch picks
                 like = found.get((*full, name if name == LOW else picks.get(full)))
             else:
-                host = host or (of_host[key[0], *key[3:], pick] if name not in PEERS else [])
+                host = host or (of_host[key[0], *key[3:], pick] if name not in PEERS else None)
                 # of a window torch multiplies more
                 like = found.get((*full, name) if key[0] == WINDOW else (*key, pick))
             gpu = coefficients(groups[key], name, like, is_other=pick is not None)
-            if gpu is None or (name in PEERS and not host):
+            if gpu is None or (name in PEERS and host is None):
                 continue
             if name != LOW:
                 picks.setdefault(key, name)
             found[*key, name] = gpu
             scales = 1.0, _ROWS, _PAIRS, _KEYS
-            costs[name] = Cost(*(round(x * _FEMTO) for x in (_host(host), *(x / y for x, y in zip(gpu, scales)))))
+            costs[name] = Cost(*(round(x * _FEMTO) for x in (host or 0.0, *(x / y for x, y in zip(gpu, scales)))))
         if LOW in costs:
             times.append(Times(*key, costs.pop(LOW), costs, source, torch))
     return times
@@ -86,9 +84,14 @@ def window_of(tokens: int) -> int:
     return tokens // 4
 
 
-def _host(known: Sequence[float]) -> float:
-    """The lower quartile of hosts' ms: what else a machine does only adds."""
-    return quantiles(known, n=4, method="inclusive")[0] if len(known) > 1 else sum(known)
+def _hosts(groups: Mapping[tuple, list[Mapping]]) -> dict[tuple, float | None]:
+    """The median of hosts' ms by kind, direction, recipe, kernels and name, which no width changes; None of none."""
+    known: dict[tuple, list[float]] = {}
+    for (kind, _, _, *rest), group in groups.items():
+        for row in group:
+            for name, (_, host_ms) in times_of(row).items():
+                known.setdefault((kind, *rest, name), []).extend([host_ms] if host_ms else [])
+    return {place: median(ms) if ms else None for place, ms in known.items()}
 
 
 def coefficients(
@@ -103,19 +106,18 @@ def coefficients(
     ran = [(row, *times_of(row)[name]) for row in rows if times_of(row).get(name, (None,))[0] is not None]
     if not ran:
         return None
-    points = []
+    points, bounds = [], []
     for row, ms, host_ms in ran:
-        if ms < BOUND * (host_ms or 0):
-            continue
         work = size_of(row).work(row["kind"])
         pairs = work.low if name == LOW else pairs_of(name, work)
-        points.append((1.0, work.rows / _ROWS, pairs / 2 / _PAIRS, work.keys / _KEYS, ms))
+        of_gpu = ms >= BOUND * (host_ms or 0)
+        (points if of_gpu else bounds).append((1.0, work.rows / _ROWS, pairs / 2 / _PAIRS, work.keys / _KEYS, ms))
     counts = [point[1] for point in points]
     if like is not None and not any(like):  # of calls that are all their host's, of which there is no multiple
         like = None
     few = len(points) < ENOUGH or (is_other and max(counts) < 2 * min(counts))
     if like is None or not few:
-        fit = _least_squares(points) if points else (0.0,) * 4
+        fit = _least_squares(points, bounds) if points else (0.0,) * 4
         if like is None or not is_other or fit[2] > 0:  # products take time
             return fit
     ratios = [log(ms / sum(map(_times, like, x))) for *x, ms in points]
@@ -127,31 +129,43 @@ def _times(a: float, b: float) -> float:
     return a * b
 
 
-def _least_squares(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+def _least_squares(points: Sequence[tuple[float, ...]], bounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """c >= 0 for which the sum of (c x / ms - 1)^2 is least: the best of those with some coefficients at zero.
 
-    The last of them, the last tile's, is zero unless it halves the sum and there are more points than coefficients.
+    bounds: points that count where c x > ms. The last coefficient, the last tile's, is zero unless it halves the sum
+    and there are more points than coefficients.
     """
-    scaled = [[x / ms for x in features] for *features, ms in points]
+    scaled, below = ([[x / ms for x in features] for *features, ms in of] for of in (points, bounds))
     count = len(scaled[0])
-    error, fit = _best(scaled, range(count - 1), count)
+    error, fit = _best(scaled, below, range(count - 1), count)
     if len(points) > count:
-        with_last = _best(scaled, range(count), count)
+        with_last = _best(scaled, below, range(count), count)
         fit = with_last[1] if with_last[0] < error / 2 - _ROUNDING else fit
     return fit
 
 
-def _best(rows: Sequence[Sequence[float]], columns: range, count: int) -> tuple[float, tuple[float, ...]]:
-    """The least sum of squares of rows x = 1, and the ``count`` coefficients, those outside of ``columns`` zero."""
+def _best(
+    rows: Sequence[Sequence[float]], below: Sequence[Sequence[float]], columns: range, count: int
+) -> tuple[float, tuple[float, ...]]:
+    """The least sum of squares of rows x = 1, and the ``count`` coefficients, those outside of ``columns`` zero.
+
+    below: rows that count where they are more than 1.
+    """
     best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0,) * count)
     for chosen in (chosen for size in range(1, len(columns) + 1) for chosen in combinations(columns, size)):
-        part = [[row[i] for i in chosen] for row in rows]
-        solved = _solved(part)
-        if solved is None or min(solved) < 0:
-            continue
-        error = sum((sum(map(_times, solved, row)) - 1) ** 2 for row in part)
-        if error < best[0] - _ROUNDING:
-            best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(count))
+        part, limits = ([[row[i] for i in chosen] for row in of] for of in (rows, below))
+        over: list[list[float]] = []  # of the limits, those that the solution passes
+        for _ in range(len(limits) + 1):
+            solved = _solved(part + over)
+            if solved is None or min(solved) < 0:
+                break
+            passed = [row for row in limits if sum(map(_times, solved, row)) > 1 + _ROUNDING]
+            error = sum((sum(map(_times, solved, row)) - 1) ** 2 for row in part + passed)
+            if error < best[0] - _ROUNDING:
+                best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(count))
+            if passed == over:
+                break
+            over = passed
     return best
 
 

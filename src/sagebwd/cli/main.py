@@ -1,7 +1,7 @@
 """The command line: `sagebwd doctor | trace | --version`.
 
-Errors that a person can mend are one line and exit code 2. Commands import what they need when they run, so that
-`sagebwd --help` is quick and a missing extra is named.
+Errors that a person can mend are one line and exit code 2, Ctrl-C is one line and exit code 130. Commands import what
+they need when they run, so that `sagebwd --help` is quick and a missing extra is named.
 """
 
 from __future__ import annotations
@@ -20,14 +20,9 @@ except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"sagebwd: the command line needs {error.name}; in a clone of sagebwd: pip install '.[cli]'")
 
 from sagebwd.version import __version__
+from sagebwd_command import command_line, run
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # rich's own drops what is in brackets
-    help="Trainable low-bit attention.",
-)
+app = command_line("Trainable low-bit attention.")
 
 
 def _version(wanted: bool) -> None:
@@ -120,12 +115,8 @@ def doctor(
 
 
 def main() -> None:
-    """Entry point of `sagebwd`."""
-    try:
-        app()
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        typer.secho(f"sagebwd: {error}", fg="red", err=True)
-        sys.exit(2)
+    """Run the command line in a process that has imported it; `sagebwd_command.main` is the entry point."""
+    run(app, "sagebwd")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagebwd.masks import mask as masks
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import BLOCK, SKIP, TILE, WHOLE, Mask
 
@@ -61,7 +62,7 @@ def lists_of(
 
     Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
     """
-    if blocks.is_cuda:
+    if masks.by_kernels(blocks):
         from sagebwd.masks import list_kernels
 
         last = last_of(key_mask, first_keys) if first_keys else None

@@ -41,14 +41,15 @@ class Mask(NamedTuple):
     elements: the tensor in four dimensions; or, where there are ``tiles``, (count, TILE, TILE) bool.
     tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the elements' tiles is there; None without a BlockMask.
     blocks: (B or 1, H or 1, N / BLOCK or 1, M / BLOCK or 1) uint8: SKIP, MASKED or WHOLE.
-    keys: (B or 1, M or 1) bool, which keys any query of any head sees.
+    keys: (B or 1, M or 1) bool, which keys any query of any head sees. blocks and keys are None where a plan's
+    programs will read the elements.
     parts: what kernels read, made of these and kept with them; None: made in each call.
     """
 
     elements: Tensor
     tiles: Tensor | None
-    blocks: Tensor
-    keys: Tensor
+    blocks: Tensor | None
+    keys: Tensor | None
     parts: Parts | None = None
 
     @property
@@ -106,6 +107,11 @@ class Mask(NamedTuple):
         return self.elements[self.tiles[:, :, q // TILE, k // TILE].long(), q % TILE, k % TILE]
 
 
+def by_kernels(x: Tensor) -> bool:
+    """Whether kernels read a mask: on a GPU, and where a program of such is described (`program`)."""
+    return x.is_cuda or x.is_meta
+
+
 def of_tensor(elements: Tensor) -> Mask:
     """The mask of a tensor in four dimensions."""
     return Mask(elements, None, *blocks_of(elements))
@@ -125,7 +131,7 @@ def hidden(dtype: torch.dtype) -> float:
 
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`Mask.blocks` of a tensor in four dimensions, and which keys any query of any head sees, (B or 1, M or 1)."""
-    if elements.is_cuda:
+    if by_kernels(elements):
         from sagebwd.masks import mask_blocks
 
         if mask_blocks.takes(elements):

@@ -47,7 +47,7 @@ def program() -> ModuleType:
 
 def takes(elements: Tensor) -> bool:
     """Whether the pass runs on a mask's elements."""
-    return elements.is_cuda and elements.dtype in DTYPES and elements.numel() > 0
+    return masks.by_kernels(elements) and elements.dtype in DTYPES and elements.numel() > 0
 
 
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:

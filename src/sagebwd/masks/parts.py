@@ -59,6 +59,10 @@ class PartsOfCall(Parts):
             self._made[settings] = make()
         return self._made[settings]
 
+    def known(self, settings: Hashable) -> Any:
+        """A part that was kept."""
+        return self._made[settings]
+
     def take(self, settings: Hashable, make: Callable[[], T]) -> T:
         """`get`, of what one direction reads once: not kept any longer."""
         return self._made.pop(settings) if settings in self._made else make()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagebwd.masks import mask as masks
 from sagebwd.masks.band import Band
 from sagebwd.masks.lists import order_of
 from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
@@ -56,7 +57,7 @@ def query_lists(
     blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
 ) -> Tensor:
     """The lists of `of_queries`; blocks, of the mask."""
-    if blocks.is_cuda:
+    if masks.by_kernels(blocks):
         from sagebwd.masks import list_kernels
 
         return list_kernels.of_queries(blocks, key_mask, tokens, band, tile)
@@ -86,7 +87,7 @@ def key_lists(
     group: int, heads: int = 0, interleave_heads: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The lists of `of_keys`, and their work splits if heads is not 0; blocks, of the mask; tiles, of the words."""
-    if blocks.is_cuda:
+    if masks.by_kernels(blocks):
         from sagebwd.masks import list_kernels
 
         return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads)
@@ -120,14 +121,20 @@ def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
     elements = mask.elements
     if not mask.is_bias:
         return None
-    if elements.dtype == torch.float64 or elements.shape[3] != tokens_k or (tokens_k > 1 and elements.stride(3) != 1):
-        # kernels do not read it as it lies
+    if _lies_otherwise(elements, tokens_k):
+
         def make() -> Tensor:
             narrow = elements.float() if elements.dtype == torch.float64 else elements
             return narrow.expand(-1, -1, -1, tokens_k).contiguous()
 
         return mask.made(("bias", tokens_k), make)
     return elements
+
+
+def _lies_otherwise(elements: Tensor, tokens_k: int) -> bool:
+    """Whether kernels do not read a bias where it lies."""
+    strided = tokens_k > 1 and elements.stride(3) != 1
+    return elements.dtype == torch.float64 or elements.shape[3] != tokens_k or strided
 
 
 def _by_key(x: Tensor, group: int) -> Tensor:
@@ -154,6 +161,14 @@ def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: boo
     return Mask(elements, None, found.blocks, found.keys, parts)
 
 
+def reads_as_it_lies(elements: Tensor, tokens_k: int) -> bool:
+    """Whether kernels read a call's elements in four dimensions by one pass, and what they add where it lies."""
+    from sagebwd.masks import mask_blocks
+
+    adds = elements.dtype != torch.bool
+    return mask_blocks.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
+
+
 def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
     """Words and tiles of a mask."""
     found = mask.made if by_key else mask.taken  # no later direction reads those of queries
@@ -171,7 +186,7 @@ def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
 
     And which of them each tile's are, (B, H, N / TILE, M / TILE) int32.
     """
-    if elements.is_cuda:
+    if masks.by_kernels(elements):
         from sagebwd.masks import mask_blocks
 
         if mask_blocks.takes(elements):

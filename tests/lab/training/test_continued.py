@@ -264,5 +264,5 @@ def test_the_tree_of_kernels_is_gits(tmp_path):
 
 def test_the_config_in_the_repository_is_understood():
     runs = load(CONFIG, None, Continued).runs()
-    assert len(runs) == 50
+    assert len(runs) == 60
     assert list(runs)[:2] == [f"lr-0.0001/seed-0/{FULL}", "lr-0.0001/seed-0/mixed"]

@@ -34,6 +34,8 @@ DEVICE float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" 
 DEVICE void fence() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 DEVICE float from_lane_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int from_lane_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+// Of 64 bits, of which the compiler knows nothing: it keeps no sums with it in registers.
+template <class T> DEVICE T opaque(T x) { asm volatile("" : "+l"(x)); return x; }
 
 // x in four registers that are none of each other's to ptxas, so that it copies no constant for every product: blocks and
 // grids have one dimension, which it does not know.
@@ -64,8 +66,9 @@ DEVICE float from_16bit(u16 x) {
 #endif
 }
 
-// Two FP16 numbers, and sums of two and two.
+// Two FP16 numbers, one in FP32, and sums of two and two.
 DEVICE u32 to_fp16(float low, float high) { u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
+DEVICE float from_fp16(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 DEVICE u32 add_fp16(u32 a, u32 b) { u32 y; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
 
 // Of two numbers of 16 bits each the larger and the smaller, or NaN where either is.
@@ -109,6 +112,13 @@ DEVICE void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1
 #else
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
 #endif
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
+}
+
+// The same of FP16, whatever 16 bits are.
+DEVICE void mma_fp16(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
                : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
 }

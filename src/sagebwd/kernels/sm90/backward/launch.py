@@ -21,8 +21,9 @@ from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
 from sagebwd.kernels.sm90.operands.int8_dp import PLANES, launch_int8_operands
-from sagebwd.kernels.sm90.operands.norm_rope_gradients import launch_finish_gradients
+from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
+from sagebwd.kernels.sm90.operands.sum_shares import launch_sum_shares
 from sagebwd.masks.band import Band
 from sagebwd.masks.sm90_block_lists import of_keys
 from sagebwd.masks.work_splits import MOST
@@ -113,8 +114,7 @@ def backward(
     """dq, dk, dv in e4m3 (`sagebwd.reference.float8`), bit for bit the same in every run where ``call.deterministic``.
 
     do, v, o: any strides with a contiguous last dimension; q and k are read by a prologue's norm alone. With a
-    prologue dq and dk are of what forward was given, and shares of its weights' gradients follow
-    (`norm_rope_gradients`).
+    prologue dq and dk are of what forward was given, and gradients of its weights follow (`norm_rope_gradients`).
     """
     deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
     queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
@@ -185,4 +185,4 @@ def _finished(
         launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
         return dq, dk, dv
     dq, dk, *shares = launch_finish_gradients(call, saved, values.dq_sums, values.spread, largest, dk, q, k, dq, tile)
-    return dq, dk, dv, *shares
+    return dq, dk, dv, *launch_sum_shares(*shares)

@@ -63,15 +63,20 @@ class Codes(NamedTuple):
     k_inverse_rms: Tensor | None
 
 
-def sources(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, tiles: Tiles) -> tuple[Source, Source]:
-    """What makes Q's codes, and K's; turned: channels of the rotation, or 0. Tables and weights as `_numbers`."""
+def macros_of(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue) -> dict[str, int]:
+    """Macros of rows.cuh that follow from a call."""
     weight, cos = prologue.q_weight if prologue.k_weight is None else prologue.k_weight, prologue.q_cos
-    shared = {
+    return {
         "D": head_dim, "HALF": dtype == torch.float16, "TURNED": turned, "INTERLEAVED": prologue.interleaved,
         "NORM": prologue.eps is not None, "ROPE": cos is not None,
         "WEIGHT_BYTES": 0 if weight is None else _bytes(weight, dtype),
-        "AHEAD": tiles.ahead, "TABLE_BYTES": 2 if cos is None else _bytes(cos, dtype),
+        "TABLE_BYTES": 2 if cos is None else _bytes(cos, dtype),
     }  # fmt: skip
+
+
+def sources(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, tiles: Tiles) -> tuple[Source, Source]:
+    """What makes Q's codes, and K's; turned: channels of the rotation, or 0. Tables and weights as `read_prologue`."""
+    shared = macros_of(head_dim, turned, dtype, prologue) | {"AHEAD": tiles.ahead}
     found = []
     for name, warps, heads, blocks_an_sm, rows in (
         ("query_codes", *tiles[:3], 2 + tiles.q_warps),
@@ -93,7 +98,7 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
     none. No key is masked.
     """
     queries, keys, device = call.queries, call.keys, q.device
-    prologue = _read(call.prologue, q.dtype)
+    prologue = read_prologue(call.prologue, q.dtype)
     head_dim, with_norm, sampled = q.shape[-1], prologue.eps is not None, call.recipe.k_mean == "sample"
     q, k = (x if fits_tma(x) else copy(empty_like_rows(x), x) for x in (q, k))
     all_heads = keys.batch * keys.heads
@@ -125,22 +130,22 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
         kernel_of(of_queries, arch),
         (chunks * all_heads + q_programs,),
         q, *queries.strides(q), out.q, *queries.strides(out.q), out.q_scale, out.q_inverse_rms, prologue.q_weight,
-        *_tables(prologue.q_cos, prologue.q_sin), queries.heads, q_tokens, k, *keys.strides(k), prologue.k_weight,
-        *_tables(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.largest_norm, keys.cu_seqlens,
+        *tables_of(prologue.q_cos, prologue.q_sin), queries.heads, q_tokens, k, *keys.strides(k), prologue.k_weight,
+        *tables_of(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.largest_norm, keys.cu_seqlens,
         keys.heads, keys.tokens, chunk, chunks, all_heads, int(sampled), eps,
     )  # fmt: skip
     launch(
         kernel_of(of_keys, arch),
         (max(keys.grid(SCALE_BLOCK), 1) * keys.batch * -(-keys.heads // tiles.k_heads),),
         k, *keys.strides(k), out.k.k, *keys.strides(out.k.k), out.k.k_scale, out.k.lane_scale, out.k_inverse_rms,
-        prologue.k_weight, *_tables(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.k_mean,
+        prologue.k_weight, *tables_of(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.k_mean,
         out.k.largest_norm, out.k.tiles_taken, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
         keys.blocks(SCALE_BLOCK), chunks, all_heads, eps,
     )  # fmt: skip
     return out
 
 
-def _read(prologue: Prologue, dtype: torch.dtype) -> Prologue:
+def read_prologue(prologue: Prologue, dtype: torch.dtype) -> Prologue:
     """The prologue with tensors as the kernels read them: weights alike, tables alike, of 16 bits as Q or FP32."""
     eps, interleaved, *tensors = prologue
     weights, tables = tensors[:2], tensors[2:]
@@ -164,7 +169,7 @@ def _bytes(x: Tensor, dtype: torch.dtype) -> int:
     return 2 if x.dtype == dtype else 4
 
 
-def _tables(cos: Tensor | None, sin: Tensor | None) -> tuple:
+def tables_of(cos: Tensor | None, sin: Tensor | None) -> tuple:
     """cos and sin, and bytes between their sequences and tokens, in which they are alike."""
     if cos is None:
         return None, None, 0, 0

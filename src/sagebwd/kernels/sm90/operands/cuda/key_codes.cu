@@ -57,7 +57,7 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
       max_shared(base + LARGEST_MEAN_AT + i / D * 4, fabsf(mu));
     }
   }
-  const Signs signs(lane);
+  const Signs<> signs(lane);
   __syncthreads();
 #pragma unroll 1
   for (int head = first; head < last; head++) {

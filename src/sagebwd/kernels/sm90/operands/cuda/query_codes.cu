@@ -88,7 +88,7 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
   for (int n = first; n < last; n++) prefetch_row(q + offset_of(q_batch, q_head, q_token, batch, n, token), lane.t);
   share_weights(shared_base() + WEIGHTS_AT, q_weight);
   const i64 angles = batch * q_table_batch + token * q_table_token;
-  const Signs signs(lane);
+  const Signs<> signs(lane);
   __syncthreads();
 #pragma unroll 1
   for (int head = first; head < last; head += 2) {

@@ -1,4 +1,4 @@
-// Rows of Q and K normalised, rotated by their positions, and times R: what query_codes.cu and key_codes.cu share.
+// Rows of Q and K normalised, rotated by their positions, and times R: what query_codes.cu, key_codes.cu and finish_gradients.cu share.
 // Four threads have two rows, of D / 4 channels each: 32 j + 8 t + c at [j][c], t the thread's number in its four, as
 // the first operand of a product m16n8k16 has them, whose rows g and g + 8 are a thread's. So the two channels of a
 // pair are one thread's, and R's levels between threads, and two others, are a product with 16 x 16 signs.
@@ -107,8 +107,8 @@ DEVICE float prepare_row(const Eight x[J], u32 weights, float eps, const Table& 
 DEVICE float value_of(const u32* words, int c) { return from_16bit((u16)(c & 1 ? words[c >> 1] >> 16 : words[c >> 1])); }
 
 // R's signs between channels 8 t + 2 h + b, h and b 0 or 1, as two second operands: -1 where their numbers have an odd
-// number of ones in common.
-struct Signs {
+// number of ones in common. FP16: of that, whatever 16 bits are.
+template <bool FP16 = false> struct Signs {
   u32 words[2][2];
   DEVICE Signs(Lane lane) {
     UNROLL for (int m = 0; m < 2; m++) UNROLL for (int h = 0; h < 2; h++) {
@@ -118,22 +118,25 @@ struct Signs {
         common ^= common >> 4;
         of_pair[b] = 0x6996 >> (common & 15) & 1 ? -1.0f : 1.0f;
       }
-      words[m][h] = to_16bit(of_pair[0], of_pair[1]);
+      words[m][h] = FP16 ? to_fp16(of_pair[0], of_pair[1]) : to_16bit(of_pair[0], of_pair[1]);
     }
   }
 };
-// x = y R sqrt(D), FP32, or y where there is no rotation.
-DEVICE void times_r(const u32 y[2][J][4], const Signs& signs, float x[2][J][8]) {
-#if TURNED
-  UNROLL for (int j = 0; j < J; j++) UNROLL for (int e = 0; e < 2; e++) {
-    const u32 a[4] = {y[0][j][2 * e], y[1][j][2 * e], y[0][j][2 * e + 1], y[1][j][2 * e + 1]};
+// A chunk's x, FP32, of y of two rows: the levels of R that are in a product with signs.
+template <bool FP16> DEVICE void times_signs(const u32* y, const u32* other_y, const Signs<FP16>& signs, float* x, float* other_x) {
+  UNROLL for (int e = 0; e < 2; e++) {
+    const u32 a[4] = {y[2 * e], other_y[2 * e], y[2 * e + 1], other_y[2 * e + 1]};
     UNROLL for (int m = 0; m < 2; m++) {
       const float none[4] = {0, 0, 0, 0};
       float sums[4];
-      mma_16bit(none, sums, a, signs.words[m][0], signs.words[m][1]);
-      UNROLL for (int i = 0; i < 4; i++) x[i >> 1][j][4 * e + 2 * m + (i & 1)] = sums[i];
+      if (FP16) mma_fp16(none, sums, a, signs.words[m][0], signs.words[m][1]);
+      else mma_16bit(none, sums, a, signs.words[m][0], signs.words[m][1]);
+      UNROLL for (int i = 0; i < 4; i++) (i < 2 ? x : other_x)[4 * e + 2 * m + (i & 1)] = sums[i];
     }
   }
+}
+// The levels between fours of a thread's channels.
+DEVICE void add_fours(float x[2][J][8]) {
   UNROLL for (int bit = 1; bit < 2 * J; bit *= 2) UNROLL for (int i = 0; i < 2 * J; i++) UNROLL for (int n = 0; n < 2; n++) UNROLL for (int c = 0; c < 4; c++) {
     if (i & bit) continue;
     float &low = x[n][i >> 1][4 * (i & 1) + c], &high = x[n][(i | bit) >> 1][4 * ((i | bit) & 1) + c];
@@ -141,6 +144,12 @@ DEVICE void times_r(const u32 y[2][J][4], const Signs& signs, float x[2][J][8]) 
     low = sum;
     high = difference;
   }
+}
+// x = y R sqrt(D), FP32, or y where there is no rotation.
+DEVICE void times_r(const u32 y[2][J][4], const Signs<>& signs, float x[2][J][8]) {
+#if TURNED
+  UNROLL for (int j = 0; j < J; j++) times_signs(y[0][j], y[1][j], signs, x[0][j], x[1][j]);
+  add_fours(x);
 #else
   UNROLL for (int n = 0; n < 2; n++) UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) x[n][j][c] = value_of(y[n][j], c);
 #endif

@@ -1,0 +1,79 @@
+"""What `sagebwd`, `python -m lab` and `python -m benchmarks` begin and end with: Ctrl-C and mistakes are one line.
+
+It is outside of the package, since to import any module of the package takes the two seconds of torch's import, and
+Ctrl-C in those is one line too. `python -m sagebwd` imports the package before it runs a line of its own, so Ctrl-C in
+those two seconds is Python's traceback there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+
+def main() -> None:
+    """Entry point of `sagebwd`."""
+    stop_by_ctrl_c("sagebwd")
+    from sagebwd.cli.main import main as command
+
+    command()
+
+
+def stop_by_ctrl_c(name: str) -> None:
+    """From now on Ctrl-C while modules are imported ends the process with one line, of ``name``, and exit code 130.
+
+    Only for a process that is a command. It ends in the signal's handler: out of an import, KeyboardInterrupt can
+    come as another error, or be caught. Once `sagebwd.cli.terminal` is imported, as it is before anything is written,
+    KeyboardInterrupt is raised, and `interruptible` says what is kept.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        terminal = sys.modules.get("sagebwd.cli.terminal")
+        if hasattr(terminal, "interruptible"):
+            raise KeyboardInterrupt
+        if os.environ.get("RANK", "0") == "0":  # of several processes the first one says it
+            os.write(2, f"\n{name}: stopped by Ctrl-C, nothing was written\n".encode())
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, stop)
+
+
+def command_line(text: str) -> typer.Typer:
+    """A command line without commands yet; text, its help. Ctrl-C that a command leaves to it is one line."""
+    import typer
+    from typer.core import TyperGroup
+
+    class Commands(TyperGroup):
+        def invoke(self, context: typer.Context) -> object:
+            try:
+                return super().invoke(context)
+            except KeyboardInterrupt:
+                typer.echo("\nstopped by Ctrl-C", err=True)
+                raise typer.Exit(130) from None
+
+    return typer.Typer(
+        cls=Commands,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",  # rich's own drops what is in brackets
+        help=text,
+    )
+
+
+def run(app: typer.Typer, name: str) -> None:
+    """Run a command line: an error that a person can mend is one line, which begins with ``name``, and exit code 2."""
+    import typer
+
+    try:
+        app()
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        # settings are wrong in all processes of a run alike
+        if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OSError):
+            typer.secho(f"{name}: {error}", fg="red", err=True)
+        sys.exit(2)

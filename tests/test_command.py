@@ -1,0 +1,64 @@
+"""Ctrl-C of a command, from its first import to its last line: one line, exit code 130, no traceback."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from sagebwd_command import command_line, run
+from tests.commands import ROOT
+
+# a process that is interrupted where it first looks for a module, as by Ctrl-C then
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.path[:0] = ["src", "."]
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = {arguments!r}
+"""
+SCRIPT = "from sagebwd_command import main; main()"  # what pip writes into the script
+
+
+def module_run(name):
+    return f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "module", "arguments"),
+    [
+        ("sagebwd", SCRIPT, "torch", ["--help"]),
+        ("sagebwd", SCRIPT, "sagebwd.cli.terminal", ["doctor"]),
+        ("lab", module_run("lab"), "typer", ["--help"]),
+        ("lab", module_run("lab"), "torch", ["pretrain", "--config", "configs/demo.yaml"]),
+        ("benchmarks", module_run("benchmarks"), "typer", ["--help"]),
+        ("benchmarks", module_run("benchmarks"), "torch", ["attention"]),
+    ],
+)
+def test_ctrl_c_in_an_import(name, program, module, arguments):
+    """Regression: Python's traceback, in the seconds that torch's import takes."""
+    code = INTERRUPTED.format(module=module, arguments=arguments) + program
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == f"{name}: stopped by Ctrl-C, nothing was written"
+
+
+def test_ctrl_c_that_a_command_leaves_is_one_line(monkeypatch, capsys):
+    app = command_line("A command line.")
+
+    @app.command()
+    def wait():
+        raise KeyboardInterrupt
+
+    @app.command()
+    def fail():
+        raise typer.Exit(3)
+
+    for name, code, said in (("wait", 130, "stopped by Ctrl-C"), ("fail", 3, "")):
+        monkeypatch.setattr(sys, "argv", ["a command", name])
+        with pytest.raises(SystemExit) as stop:
+            run(app, "name")
+        assert (stop.value.code, capsys.readouterr().err.strip()) == (code, said)
