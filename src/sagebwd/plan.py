@@ -393,10 +393,13 @@ def _without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
+_AS_IT_IS = nullcontext()
+
+
 def device_of(x: Tensor) -> AbstractContextManager:
     """Where kernels launch: on x's GPU, whichever is the current one."""
     if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return nullcontext()
+        return _AS_IT_IS
     return torch.cuda.device(x.device)
 
 
@@ -432,7 +435,7 @@ class SageAttention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else nullcontext(), device_of(v):
+        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(v):
             masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
             dq, dk, dv, *weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
         weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
