@@ -666,3 +666,30 @@ def test_a_launch_is_few_calls_below_the_public_function(way, monkeypatch):
     assert first == second
     if way in ("dense", "without gradients"):
         assert len(made[1]) - 1 <= 12, f"a later call, whose plan is known, made {made[1]}"
+
+
+@interpreted
+def test_a_first_launch_of_backward_is_few_calls_below_autograd(monkeypatch):
+    """Calls of Python functions, torch's too: no mode is entered that holds already, and autograd has one output."""
+    made, start = [], launchers.Interpreted.start
+
+    def noted(self, *given):
+        sys.setprofile(None)
+        return start(self, *given)
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and f"{os.sep}tests{os.sep}" not in code.co_filename and not code.co_name.startswith("<"):
+            made.append(code.co_qualname)
+
+    monkeypatch.setattr(launchers.Interpreted, "start", noted)
+    leaves = [torch.randn(1, 2, 16, 16, dtype=torch.bfloat16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    o = sage_attention(*leaves, recipe="token", impl="triton")
+    for _ in range(2):
+        made.clear()
+        sys.setprofile(profile)
+        torch.autograd.grad(o, leaves, torch.ones_like(o), retain_graph=True)
+    calls = made[made.index("SageAttention.backward") :]
+    assert len(calls) <= 12, "\n".join(calls)
+    assert not any("grad" in name for name in calls), "a mode of gradients is entered"
+    assert len(o.grad_fn._input_metadata) == 1, "an output beside o"

@@ -230,7 +230,10 @@ def _run(
     key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
-        o, lse, workspace = plans.SageAttention.apply(plan, mask, q, k, v, sinks, *masks)
+        outputs = plans.SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks)
+        if not return_lse:
+            return outputs
+        o, lse, workspace = outputs
     else:
         with plans.device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)

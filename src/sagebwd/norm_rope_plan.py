@@ -69,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     counts[plan.answer] += 1
     masks = None, cu_seqlens_q, cu_seqlens_k
     if trains:
-        return plans.SageAttention.apply(plan, None, q, k, v, None, *masks, *prologue)[0]
+        return plans.SageAttention.apply(plan, None, False, q, k, v, None, *masks, *prologue)
     with plans.device_of(q):
         return plan.forward(q, k, v, None, None, *masks, prologue)[0]
 

@@ -256,9 +256,13 @@ class Plan:
         else:
             read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
-        tensors = [x for x in (*given, workspace, o, lse, do, dlse, q, k, v) if x is not None]
+        tensors, key = [], [deterministic, dlse is None, read.layouts]
         # all of them: hooks of saved tensors, as those that offload, may give back what forward had in other strides
-        key = (deterministic, dlse is None, read.layouts, *[(x.stride(), x.data_ptr() % TAKEN) for x in tensors])
+        for x in (*given, workspace, o, lse, do, dlse, q, k, v):
+            if x is not None:
+                tensors.append(x)
+                key += x.stride(), x.data_ptr() % TAKEN
+        key = tuple(key)
         program = self.programs.get(key)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
@@ -389,10 +393,13 @@ def _without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
+_AS_IT_IS = nullcontext()
+
+
 def device_of(x: Tensor) -> AbstractContextManager:
     """Where kernels launch: on x's GPU, whichever is the current one."""
     if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return nullcontext()
+        return _AS_IT_IS
     return torch.cuda.device(x.device)
 
 
@@ -400,8 +407,8 @@ class SageAttention(torch.autograd.Function):
     """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
 
     @staticmethod
-    def forward(ctx, plan, mask, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
-        """`Plan.forward`."""
+    def forward(ctx, plan, mask, with_lse, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
+        """`Plan.forward`; o alone but ``with_lse``: autograd wraps every output, and again when it is unpacked."""
         masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
         with device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, True)
@@ -410,14 +417,16 @@ class SageAttention(torch.autograd.Function):
         # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
         ctx.mask = mask if mask is None or mask.is_kept else mask._replace(elements=None)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(workspace)
         elements = None if mask is None or mask.is_kept else mask.elements
         kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
         ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *prologue[2:])
+        if not with_lse:
+            return o
+        ctx.mark_non_differentiable(workspace)
         return o, lse, workspace
 
     @staticmethod
-    def backward(ctx, do, dlse, _):
+    def backward(ctx, do, dlse=None, _=None):
         """`Plan.backward`."""
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -425,15 +434,16 @@ class SageAttention(torch.autograd.Function):
         mask = ctx.mask if elements is None else ctx.mask._replace(elements=elements)
         do = torch.zeros_like(o) if do is None else do
         prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
-        with torch.no_grad(), device_of(v):
+        create_graph = torch.is_grad_enabled()
+        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(v):
             masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
             dq, dk, dv, *weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
         weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
-        gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[5] else None, *weights]
-        if torch.is_grad_enabled():  # create_graph=True
+        gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[6] else None, *weights]
+        if create_graph:
             gradients = once_differentiable(o, gradients)
         rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
-        return None, None, *gradients[:4], None, None, None, *rest
+        return None, None, None, *gradients[:4], None, None, None, *rest
 
 
 class _OnceDifferentiable(torch.autograd.Function):
