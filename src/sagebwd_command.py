@@ -27,7 +27,8 @@ def main() -> None:
 def stop_by_ctrl_c(name: str) -> None:
     """From now on Ctrl-C while modules are imported ends the process with one line, of ``name``, and exit code 130.
 
-    Only for a process that is a command. It ends in the signal's handler: out of an import, KeyboardInterrupt can
+    Only for a process that is a command. One that is to ignore Ctrl-C, as a script's jobs behind its own commands are,
+    ignores it still. It ends in the signal's handler: out of an import, KeyboardInterrupt can
     come as another error, or be caught. Once `sagebwd.cli.terminal` is imported, as it is before anything is written,
     KeyboardInterrupt is raised, and `interruptible` says what is kept.
     """
@@ -40,7 +41,8 @@ def stop_by_ctrl_c(name: str) -> None:
             os.write(2, f"\n{name}: stopped by Ctrl-C, nothing was written\n".encode())
         os._exit(130)
 
-    signal.signal(signal.SIGINT, stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, stop)
 
 
 def command_line(text: str) -> typer.Typer:

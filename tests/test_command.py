@@ -1,5 +1,6 @@
 """Ctrl-C of a command, from its first import to its last line: one line, exit code 130, no traceback."""
 
+import signal
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from tests.commands import ROOT
 # a process that is interrupted where it first looks for a module, as by Ctrl-C then
 INTERRUPTED = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests that run behind a script's commands lack
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == {module!r}:
@@ -44,6 +46,18 @@ def test_ctrl_c_in_an_import(name, program, module, arguments):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.strip() == f"{name}: stopped by Ctrl-C, nothing was written"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are of POSIX")
+def test_ctrl_c_that_is_ignored_stays_so():
+    """Regression: a job that a script's `command &` keeps from Ctrl-C was ended by it."""
+    code = "import os, signal; from sagebwd_command import stop_by_ctrl_c; stop_by_ctrl_c('x')"
+    code = f"import sys; sys.path.insert(0, 'src'); {code}; os.kill(os.getpid(), signal.SIGINT); print('goes on')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "goes on", "")
 
 
 def test_ctrl_c_that_a_command_leaves_is_one_line(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from sagebwd import read_mask
 from sagebwd.masks import mask as masks
 from sagebwd.masks import tiles
 from sagebwd.masks.band import Band
@@ -116,3 +117,10 @@ def check_band(is_causal, window, tokens_q, tokens_k, bottom_right):
         assert all(first <= key < last for key in seen)
         if stop == start + 1 and seen:
             assert (first, last) == (seen[0], seen[-1] + 1)
+
+
+def test_a_mask_without_memory_has_shapes_without_a_gpu():
+    """Regression: kernels were launched on a user's meta tensors."""
+    for elements in (torch.ones(2, 1, 40, 70, dtype=torch.bool), torch.zeros(40, 70)):
+        found, expected = read_mask(elements.to("meta")), read_mask(elements)
+        assert [x.shape for x in found[2:4]] == [x.shape for x in expected[2:4]]

@@ -182,3 +182,29 @@ def test_hoppers_kernels_are_given_what_was_read_before(form, never_before, monk
     backward = plan._backward_program(elements, Left(*left), plan.call, q, q, q).run([elements, *left, q, q, q])
     expected = given(dispatch.prepared(BACKWARD, choice, of_elements))
     assert all(torch.equal(x, e) for x, e in zip(backward, expected, strict=True))
+
+
+def test_a_bias_that_a_hook_gives_back_in_other_strides(never_before, monkeypatch):
+    """Regression: Hopper's backward read memory that nobody had written, since no program copies by torch."""
+    pytest.importorskip("sagebwd.kernels.sm90.forward.launch")
+    as_if_on_hopper(monkeypatch)
+    choice = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
+    q, k = (torch.randn(BATCH, HEADS, n, 64).to(DEVICE, torch.bfloat16) for n in (TOKENS, KEYS))
+    lse = torch.zeros(BATCH, HEADS, TOKENS, device=DEVICE)
+    elements = bias(0, 1, HEADS, TOKENS, KEYS).to(DEVICE)
+    call = Call.of(q, k, (64, 64), *(None,) * 3, TOKENS, KEYS, False, -1, -1, 0.125, choice.recipe)
+    plan = Plan(choice, call, q, k, sinks=False, elements=elements)
+    unread = plan.elements.unread(elements)
+    before = sm90_block_lists.read(elements, BATCH, (TOKENS, KEYS), by_query=True, by_key=True)
+    bits = before.parts.known(("bits", (TOKENS, KEYS), True))
+    unread.parts.keep("left", Left(before.blocks, before.keys, *bits))
+
+    def copied(family: object, form: object, call: Call, *_: object) -> tuple[Tensor | None, ...]:
+        return program.copy(torch.empty_like(call.lists.bias), call.lists.bias), None
+
+    monkeypatch.setattr(dispatch.runtime().driver, "backward", copied)
+    workspace = torch.empty(plan.bytes, dtype=torch.uint8, device=DEVICE)
+    for given in (elements, elements.mT.contiguous().mT):
+        mask = unread._replace(elements=given)
+        found, _ = plan.backward(q, None, None, None, q, q, lse, workspace, None, mask, None, None)
+        assert torch.equal(found, elements)

@@ -252,9 +252,10 @@ def main(arguments: list[str]) -> None:
     """Measure the recipes that are named, on a GPU with ``--cuda``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="run on the GPU that is there, an H100 or H200")
-    parser.add_argument("recipes", nargs="*", default=["mixed"], help="recipes, masks or new-masks [default: mixed]")
+    parser.add_argument("recipes", nargs="*", default=["mixed"], help="recipes, or of masks [default: mixed]")
     given = parser.parse_args(arguments)
-    of_masks = {"masks": measure_masks, "new-masks": measure_new_masks}
+    on_hopper = partial(measure_masks, recipe="mixed", impl="hopper")
+    of_masks = {"masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks}
     for text in given.recipes:
         if text not in of_masks:
             try:
@@ -266,8 +267,6 @@ def main(arguments: list[str]) -> None:
         if device == "cpu":
             take_driver(Path(folder))
             take_runtime(Path(folder))
-        on_hopper = partial(measure_masks, recipe="mixed", impl="hopper")
-        of_masks = {"masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks}
         found = {text: of_masks.get(text, partial(measure, text))(device=device) for text in given.recipes}
         if device == "cuda":
             found["torch"] = measure_torch()

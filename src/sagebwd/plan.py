@@ -251,8 +251,8 @@ class Plan:
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
         unread = mask is not None and mask.blocks is None
         if unread:
-            left = mask.parts.known(_LEFT)
-            read = _Read({}, (mask.elements, *left), "elements")
+            elements, left = self.elements.given_back(mask.elements), mask.parts.known(_LEFT)
+            read = _Read({}, (elements, *left), "elements")
         else:
             read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
@@ -267,7 +267,7 @@ class Plan:
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            of_mask = (mask.elements, left) if unread else (None, None)
+            of_mask = (elements, left) if unread else (None, None)
             program = self._backward_program(*of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
         *gradients, by_block = program.run(tensors)

@@ -1,5 +1,5 @@
 // CUDA C++ on a CPU: the threads of a block are fibers, which wait for one another at products of a
-// warp and at barriers. Copies are done at once, so waits that are missing do not show.
+// warp and at barriers. Copies are done when they are waited for, so waits and barriers that are missing show.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -208,14 +208,28 @@ static void add_global(float* p, float x) { *p += x; }
 static void max_global(float* p, float x) { if (as_word(x) > as_word(*p)) *p = x; }
 static void load_words4(u32* x, u32 at) { memcpy(x, shared_memory + at, 16); }
 static void add_global4(float* p, float a, float b, float c, float d) { p[0] += a; p[1] += b; p[2] += c; p[3] += d; }
+// Copies of a thread that are under way, in their order. Their places are NaN until the thread waits for their group.
+struct Copy { u32 to; const void* from; bool there; int group; };
+static const int MOST_COPIES = 1024;
+struct Copies { Copy of[MOST_COPIES]; int begin, end, group; };
+static Copies copies[MOST_THREADS];
 static void copy16(u32 to, const void* from, bool there) {
-  if (there) memcpy(shared_memory + to, from, 16);
-  else memset(shared_memory + to, 0, 16);
+  Copies& own = copies[threadIdx.x];
+  if (own.end - own.begin == MOST_COPIES) abort();
+  own.of[own.end++ % MOST_COPIES] = {to, from, there, own.group};
+  memset(shared_memory + to, 255, 16);
 }
 static uint4 load_once(const void* at) { return *(const uint4*)at; }
 static void prefetch(const void*) {}
-static void commit_copies() {}
-template <int N> static void wait_for_copies() {}
+static void commit_copies() { copies[threadIdx.x].group++; }
+template <int N> static void wait_for_copies() {
+  Copies& own = copies[threadIdx.x];
+  for (; own.begin < own.end && own.of[own.begin % MOST_COPIES].group < own.group - N; own.begin++) {
+    const Copy& one = own.of[own.begin % MOST_COPIES];
+    if (one.there) memcpy(shared_memory + one.to, one.from, 16);
+    else memset(shared_memory + one.to, 0, 16);
+  }
+}
 
 static void call_kernel(void** arguments);  // what the test writes behind the kernel's source
 static void** given_arguments;
@@ -236,6 +250,7 @@ extern "C" void run(int blocks, int threads, void** arguments) {
     memset(&whole, 0, sizeof(whole));
     for (int i = 0; i < threads; i++) {
       ended[i] = false;
+      copies[i].begin = copies[i].end = copies[i].group = 0;
       getcontext(&fibers[i]);
       fibers[i].uc_stack.ss_sp = stacks + room * i;
       fibers[i].uc_stack.ss_size = room;

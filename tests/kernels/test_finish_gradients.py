@@ -119,6 +119,25 @@ def test_rows_that_lie_apart():
     assert_gradients(backward.found(), wanted)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="of the emulation")
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("removed", ["", "    wait_for_copies<STAGES - 2>();", "    __syncthreads();  // what all"])
+def test_a_wait_that_is_missing_shows(removed, monkeypatch, tmp_path):
+    """Copies are under way until they are waited for, by the emulation too."""
+
+    def kernel_of(source, arch):
+        *others, file = source.files
+        text = file.read_text(encoding="utf-8")
+        assert not removed or text.count(removed) == 1
+        changed = tmp_path / file.name
+        changed.write_text(text.replace(removed, "    //") if removed else text, encoding="utf-8")
+        return emulated_cuda.EmulatedKernel(source._replace(files=(*others, changed)))
+
+    monkeypatch.setattr(finish_gradients, "kernel_of", kernel_of)
+    found = Backward(Case(64, 70)).found(launch_finish_gradients, SMALL)
+    assert found.dq.isfinite().all() == (not removed)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("absent", ["q_weight", "k_weight"])
 def test_a_weight_of_one_side_alone(absent):

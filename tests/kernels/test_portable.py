@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from sagebwd import sage_attention
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated
@@ -411,3 +412,20 @@ def test_repeats_bit_for_bit():
     first, second = (call.run("triton", inputs) for _ in range(2))
     for name, tensor in first.items():
         assert tensor is None or torch.equal(tensor, second[name]), name
+
+
+def test_lse_that_a_hook_gives_back_in_other_strides():
+    """Regression: kernels took its rows for neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for wide in (False, True):
+        q, k, v, do = (torch.randn(1, 2, 40, 16, generator=generator.manual_seed(n)) for n in range(4))
+        leaves = [x.to(DEVICE, torch.bfloat16).requires_grad_() for x in (q, k, v)]
+
+        def unpack(x, wide=wide):
+            return torch.cat([x, x], -1)[..., : x.shape[-1]] if wide and x.dtype == torch.float32 else x
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            o = sage_attention(*leaves, recipe="token", impl="triton")
+        found.append(torch.autograd.grad(o, leaves, do.to(o)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -1,6 +1,7 @@
 """Every `python -m` of a clone says how it is called."""
 
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -23,8 +24,12 @@ def test_a_command_says_how_it_is_called(module, argument, code, monkeypatch, ca
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [module, argument])
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, handler)  # a command's ends the process
     assert ended.value.code == code
     printed = capsys.readouterr()
     assert "usage" in (printed.out + printed.err).lower()

@@ -45,7 +45,7 @@ def time_interleaved(
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Median ms of each run, and of its host, taking turns in every round, each at the clock that it brings about.
 
-    The clock also follows the run before, so every round has them in another order, the same in every call.
+    The clock also follows the run before, so every round draws their order, the same in every call; two may be alike.
 
     tell: is told the share of it that is done.
     """

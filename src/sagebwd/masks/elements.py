@@ -55,6 +55,10 @@ class Elements(NamedTuple):
         """The mask of a call, which its programs will read."""
         return Mask(attn_mask.as_strided(self.shape, self.stride), None, None, None, PartsOfCall())
 
+    def given_back(self, elements: Tensor) -> Tensor:
+        """Elements that were saved for backward, of which hooks may have made others, in strides that kernels read."""
+        return elements if elements.stride() == self.stride else elements.contiguous()
+
     def read(self, elements: Tensor, call: Call, trains: bool) -> tuple[Call, Left]:
         """The call with its mask, and what is left of that if it trains; in a description of forward."""
         tokens, by_key = (call.queries.tokens, call.keys.tokens), trains and self.by_key

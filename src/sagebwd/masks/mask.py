@@ -11,6 +11,7 @@ bias of zeros) needs no elements.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
@@ -109,7 +110,10 @@ class Mask(NamedTuple):
 
 def by_kernels(x: Tensor) -> bool:
     """Whether kernels read a mask: on a GPU, and where a program of such is described (`program`)."""
-    return x.is_cuda or x.is_meta
+    if x.is_meta:  # others are a user's, who asks for shapes
+        program = sys.modules.get("sagebwd.kernels.runtime.program")
+        return program is not None and program.is_described()
+    return x.is_cuda
 
 
 def of_tensor(elements: Tensor) -> Mask:

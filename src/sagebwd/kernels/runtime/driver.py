@@ -50,6 +50,7 @@ def backward(
     columns, values = wide.columns
     rows = {"o": _filled(saved.o, values), "q_int8": saved.q_int8, "k_int8": saved.k_int8}
     rows = {name: aligned_rows(x) for name, x in rows.items()}
+    saved = saved._replace(lse=contiguous(saved.lse))
     given = saved._replace(**rows, k_mean=_filled(saved.k_mean, columns)), aligned_rows(_filled(do, values))
     inputs = (aligned_rows(_filled(x, width)) for x, width in zip((q, k, v), (columns, columns, values)))
     gradients = family.backward(wide, *given, contiguous(dlse), *inputs)

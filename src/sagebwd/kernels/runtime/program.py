@@ -101,6 +101,11 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict
     return found
 
 
+def is_described() -> bool:
+    """Whether launches of this thread are noted for a program."""
+    return getattr(_local, "builder", None) is not None
+
+
 def say_what_takes_long(whose: str, folder: str) -> None:
     """Warn, once for each compiler, that kernels are compiled, and where later processes find them."""
     if whose not in _told:
@@ -119,7 +124,7 @@ def run(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> tupl
             tensors, or None in their place.
         given: tensors, named tuples of such, and whatever else can be hashed.
     """
-    if getattr(_local, "builder", None) is not None:
+    if is_described():
         return function(*given)
     leaves = list(leaves_of(given))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
