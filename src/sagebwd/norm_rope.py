@@ -44,7 +44,8 @@ def qk_norm_rope_attention(
         key, value: of as many dimensions, as in `sage_attention` or `sage_attention_varlen`.
         q_weight, k_weight, eps, cos, sin, rope, position_ids: as in `qk_norm_rope`.
         attention: every other argument of `sage_attention`, by keyword; of `sage_attention_varlen`, where
-            ``cu_seqlens_q`` is among them, for packed sequences.
+            ``cu_seqlens_q`` is among them, for packed sequences, whose last offset is total_tokens: of rows behind it
+            gradients of the weights would take whatever lies in memory.
 
     Returns: as `sage_attention` or `sage_attention_varlen`.
 
