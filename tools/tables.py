@@ -669,16 +669,17 @@ def facts() -> str:
     ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
     lines = [
         f"- **One call**: forward + backward of the recipe `mixed` is {between(at_8k)} times as fast as the best of "
-        "FlashAttention-3, FlashAttention-4 and cuDNN in BF16, over nine head_dims (8K tokens, H200; on an "
-        f"H100, without FlashAttention-3, {between(h100_at_8k)}); short sequences and short bursts gain less or lose "
-        "([all](docs/results/speed.md)).",
+        "FlashAttention-3, FlashAttention-4 and cuDNN in BF16, over nine head_dims from 64 to 256 (8K tokens, "
+        f"H200; on an H100, without FlashAttention-3, {between(h100_at_8k)}); short sequences, and calls on a GPU that "
+        "has done little before, gain less or lose ([all](docs/results/speed.md)).",
         f"- **One training step** of a 325M model (head_dim 64) is {one[2048]:.2f} (2K tokens), {one[4096]:.2f} (4K), "
-        f"{one[8192]:.2f} (8K) and {one[16384]:.2f} (16K) times as fast as with the faster of "
-        "FlashAttention-4 and cuDNN on one "
-        f"H200; with norm and rotary embedding [fused](docs/qk-norm-rope.md#in-transformers) {fused[2048]:.2f}, "
-        f"{fused[4096]:.2f}, {fused[8192]:.2f} and {fused[16384]:.2f} ([steps](docs/results/steps.md)).",
-        f"- **Memory**: the peak of a call is {peak} times that of BF16 attention, and what it keeps for backward "
-        f"{kept} times ([memory](docs/results/steps.md#memory)).",
+        f"{one[8192]:.2f} (8K) and {one[16384]:.2f} (16K) times as fast as with "
+        "FlashAttention-4 on one H200 (cuDNN is slower, FlashAttention-3 was not timed); where "
+        "[one call](docs/qk-norm-rope.md#in-transformers) does norm and rotary embedding too "
+        f"{fused[2048]:.2f}, {fused[4096]:.2f}, {fused[8192]:.2f} and {fused[16384]:.2f} "
+        "([steps](docs/results/steps.md)).",
+        f"- **Memory**: a call keeps {kept} times what FlashAttention-4's keeps for backward, and its peak is {peak} "
+        "times as high; the step's peak is 34.7 GiB for 35.9 ([memory](docs/results/steps.md#memory)).",
         f"- **Error**: on SmolLM2-135M the gradients of `mixed` are off by {between(mixed, 1)}%, where 16-bit "
         "attention is "
         f"off by {between(full, 1)}%: {min(ratios):.0f} to {max(ratios):.0f} times as much.",
@@ -734,7 +735,7 @@ def readme_training() -> str:
         row = trained_on("0.0001")[recipe]
         cells.append(gap(row.mean, row.interval, 5) + " *" * (row.p < 0.05))
         rows.append([f"`{recipe}`", *cells])
-    head = ["", "from scratch, 16K tokens a step", "from scratch, 131K", "SmolLM2-135M, trained further at 1e-4"]
+    head = ["", "from scratch, 16K tokens a step", "from scratch, 131K", "SmolLM2-135M, trained further, rate 1e-4"]
     return table(head, rows)
 
 
@@ -748,9 +749,9 @@ def readme_tests() -> str:
     sequences = (results / "call-sequences_h200_2026-11-28_2451bcf.txt").read_text(encoding="utf-8")
     steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
     return (
-        f"The GPU tests on two H200s on 2026-11-28: {counts}; time ended before the last 40 or so, which need a GPU "
-        f"for themselves or were left in the queue. Of {steps} random calls, each compared with the same call in a "
-        f"fresh process, with FlashAttention-3 and -4 installed, {differ} differ."
+        f"The GPU tests on two H200s on 2026-11-28: {counts} (most stand for combinations that "
+        f"others cover), some 40 not run when time ended. That no call leaves a trace in later ones: of {steps} random calls, each compared with "
+        f"the same call in a fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, an older tree."
     )
 
 
@@ -769,10 +770,10 @@ def readme_limits() -> str:
         f"{between(both('H200').values())} times as fast as the best BF16 kernel on an H200 and "
         f"{between(both('H100').values())} on an H100. The lowest on an H200, {ratio:.2f}, is head_dim {head_dim} at "
         f"{length(tokens)} under a causal mask. FlashAttention-3 is one of those kernels on the H200 alone. In "
-        "[short bursts](docs/results/speed.md#short-bursts) all head_dims gain less, and short calls lose.",
+        "[short bursts](docs/results/speed.md#short-bursts), before power limits the clock, most gain less, and at 2K "
+        "tokens all lose under a causal mask.",
         f"- **Short sequences.** At 2K tokens and head_dim 64 or 128 it is {between(at_2k.values())} times as fast "
-        "(at "
-        "128 not beside FlashAttention-3), and slower in [short bursts](docs/results/speed.md#short-bursts). "
+        "(at 128 an earlier `mixed`, and FlashAttention-3 was not timed). "
         f"[Packed](docs/results/speed.md#packed-sequences) documents of 2K tokens are slower than with "
         f"FlashAttention-4: {between(short)}.",
     ])  # fmt: skip
