@@ -670,8 +670,8 @@ def facts() -> str:
     lines = [
         f"- **One call**: forward + backward of the recipe `mixed` is {between(at_8k)} times as fast as the best of "
         "FlashAttention-3, FlashAttention-4 and cuDNN in BF16, over nine head_dims from 64 to 256 (8K tokens, "
-        f"H200; on an H100, without FlashAttention-3, {between(h100_at_8k)}); short sequences, and calls on a GPU that "
-        "has done little before, gain less or lose ([all](docs/results/speed.md)).",
+        f"H200; on an H100, without FlashAttention-3, {between(h100_at_8k)}); short sequences, and calls on a GPU "
+        "that has done little before, gain less or lose ([all](docs/results/speed.md)).",
         f"- **One training step** of a 325M model (head_dim 64) is {one[2048]:.2f} (2K tokens), {one[4096]:.2f} (4K), "
         f"{one[8192]:.2f} (8K) and {one[16384]:.2f} (16K) times as fast as with "
         "FlashAttention-4 on one H200 (cuDNN is slower, FlashAttention-3 was not timed); where "
@@ -749,9 +749,10 @@ def readme_tests() -> str:
     sequences = (results / "call-sequences_h200_2026-11-28_2451bcf.txt").read_text(encoding="utf-8")
     steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
     return (
-        f"The GPU tests on two H200s on 2026-11-28: {counts} (most stand for combinations that "
-        f"others cover), some 40 not run when time ended. That no call leaves a trace in later ones: of {steps} random calls, each compared with "
-        f"the same call in a fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, an older tree."
+        f"The GPU tests on two H200s on 2026-11-28: {counts} (most stand for combinations that others cover), some "
+        f"40 not run when time ended. That no call leaves a trace in later ones: of {steps} random calls, each "
+        f"compared with the same call in a fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, "
+        "an older tree."
     )
 
 
