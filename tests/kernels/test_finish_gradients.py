@@ -134,7 +134,7 @@ def test_a_wait_that_is_missing_shows(removed, monkeypatch, tmp_path):
         return emulated_cuda.EmulatedKernel(source._replace(files=(*others, changed)))
 
     monkeypatch.setattr(finish_gradients, "kernel_of", kernel_of)
-    found = Backward(Case(64, 70)).found(launch_finish_gradients, SMALL)
+    found = Backward(Case(64, 70)).found(SMALL)
     assert found.dq.isfinite().all() == (not removed)
 
 
