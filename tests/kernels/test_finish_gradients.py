@@ -32,11 +32,7 @@ SMALL, WIDE = Tiles(4, 3, 3, 2), Tiles(16, 4, 2, 1)
 @pytest.fixture
 def emulated(monkeypatch):
     """Kernels of CUDA C++ on a CPU, where there is no GPU."""
-    if DEVICE == "cuda":
-        return
-    if emulated_cuda.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(finish_gradients, "kernel_of", lambda source, arch: emulated_cuda.EmulatedKernel(source))
+    emulated_cuda.stand_in(monkeypatch, finish_gradients)
 
 
 class Backward:

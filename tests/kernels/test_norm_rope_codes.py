@@ -107,11 +107,7 @@ CASES = [
 @pytest.fixture
 def emulated(monkeypatch):
     """Kernels of CUDA C++ on a CPU, where there is no GPU."""
-    if DEVICE == "cuda":
-        return
-    if emulated_cuda.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(norm_rope_codes, "kernel_of", lambda source, arch: emulated_cuda.EmulatedKernel(source))
+    emulated_cuda.stand_in(monkeypatch, norm_rope_codes)
 
 
 @pytest.mark.usefixtures("emulated")
