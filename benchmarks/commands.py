@@ -1,4 +1,4 @@
-"""Options that commands of the benchmarks share."""
+"""Options that commands of the benchmarks and of the laboratory share."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from benchmarks.timer import from_rest
 from sagebwd import dispatch, read_block_mask, sage_attention
 from sagebwd.call import Call
 from sagebwd.cli.timer import time_interleaved
-from sagebwd.masks import mask as masks
+from sagebwd.masks import mask as mask_module
 from sagebwd.recipe import Recipe
 
 HOPPER = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
@@ -131,7 +131,7 @@ def pretend() -> None:
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132
-    masks.by_kernels = lambda x: True
+    mask_module.by_kernels = lambda x: True
     dispatch.choose = lambda ask, size, *_: HOPPER
 
 

@@ -218,7 +218,7 @@ class Plan:
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
-        unread = mask is not None and mask.blocks is None
+        unread = mask is not None and mask.is_unread
         if unread:
             read = _Read({}, (mask.elements,), ("elements", trains))
         else:
@@ -249,7 +249,7 @@ class Plan:
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
-        unread = mask is not None and mask.blocks is None
+        unread = mask is not None and mask.is_unread
         if unread:
             elements, left = self.elements.given_back(mask.elements), mask.parts.known(_LEFT)
             read = _Read({}, (elements, *left), "elements")

@@ -72,6 +72,11 @@ class Mask(NamedTuple):
         return type(self.parts) is Parts
 
     @property
+    def is_unread(self) -> bool:
+        """Whether a call's programs read it (`sagebwd.masks.elements`)."""
+        return self.blocks is None
+
+    @property
     def is_bias(self) -> bool:
         """Whether it is added to the scores."""
         return self.elements.is_floating_point()
