@@ -664,6 +664,10 @@ def facts() -> str:
         between(calls["hopper", width][name] / calls["fa4", width][name] for width in (64, 128))
         for name in ("peak_bytes", "kept_bytes")
     )
+    peaks = {
+        row["attention"].partition("@")[0]: row["peak_bytes"] / 2**30
+        for row in step_rows(*STEPS_OF_325M) if row["context"] == 4096
+    }  # fmt: skip
     own = of_a_trained_model()
     mixed, full = ([100 * own[name][x][0] for x in TENSORS[1:]] for name in ("mixed", "full"))
     ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
@@ -679,7 +683,8 @@ def facts() -> str:
         f"{fused[2048]:.2f}, {fused[4096]:.2f}, {fused[8192]:.2f} and {fused[16384]:.2f} "
         "([steps](docs/results/steps.md)).",
         f"- **Memory**: a call keeps {kept} times what FlashAttention-4's keeps for backward, and its peak is {peak} "
-        "times as high; the step's peak is 34.7 GiB for 35.9 ([memory](docs/results/steps.md#memory)).",
+        f"times as high; the step's peak is {peaks['mixed']:.1f} GiB for {peaks['fa4']:.1f} "
+        "([memory](docs/results/steps.md#memory)).",
         f"- **Error**: on SmolLM2-135M the gradients of `mixed` are off by {between(mixed, 1)}%, where 16-bit "
         "attention is "
         f"off by {between(full, 1)}%: {min(ratios):.0f} to {max(ratios):.0f} times as much.",
