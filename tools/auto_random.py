@@ -2,7 +2,7 @@
 
 It draws calls by a seed: widths, lengths from 256 to 64K tokens, batch, heads, groups, masks, packed sequences,
 forward and both. Each is timed under `auto`, in low precision, by torch's pick and each of its backends, and by
-FlashAttention-4 and -3 where they are installed; what takes `SLOW` times as long as the fastest is timed once. The
+FlashAttention-4 and -3 where they are installed; what takes three times as long as the fastest is timed once. The
 output and gradients of each are compared with the first of torch and the peers; who is wrong does not count. It
 prints the least and the geometric mean of `auto`'s speed over the fastest, and how often the model names who is
 within 3% of the fastest. Each call's times go into ``auto_<gpu>_<date>_<commit>.json``: with the same seed and
@@ -37,7 +37,7 @@ from sagebwd.cli.hardware import check_device
 from sagebwd.cli.measure import FA4_CACHE, MOST_PROCESSES, compile_run, run_of
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.results import environment, path_of, save
-from sagebwd.cli.timer import time_interleaved
+from sagebwd.cli.timer import time_contenders
 from sagebwd.recipe import AUTO
 from sagebwd.reference.metrics import relative_l2
 from tools.auto_shapes import Call, attentions
@@ -47,8 +47,6 @@ AUTO_RUN, LOW = "auto", "low"
 HOST_MS, LEAST, LEAST_BELOW = 0.3, 0.95, 0.90
 # A choice is right that takes at most so many times the fastest's ms.
 RIGHT = 1.03
-# Times the fastest's ms, from which on a contender is timed once.
-SLOW = 3.0
 # Relative L2 of an output and of gradients, beyond which a contender is wrong: low precision has .02 and .05 of it.
 WRONG = 0.1, 0.3
 ROUNDS, ROUND_MS, LEAD_MS = 4, 8.0, 30.0
@@ -183,10 +181,8 @@ def measure(seed: int, number: int, call: Call, device: str, timer: Callable) ->
     runs = {name: run_of(attend, tensors, do, direction) for name, attend in attends.items()}
     runs = {name: run for name, run in runs.items() if takes("ours" if name == AUTO_RUN else name, run)}
     errors = errors_of({name: attends[name] for name in runs}, tensors, do, call.trains)
-    once = {name: _once(run, device) for name, run in runs.items()}
-    slow = [name for name, ms in once.items() if name != AUTO_RUN and ms > SLOW * min(once.values())]
-    times = timer({name: run for name, run in runs.items() if name not in slow}, device)
-    times |= {name: (once[name], None) for name in slow}
+    times = timer(runs, device)
+    slow = [name for name, (_, host_ms) in times.items() if host_ms is None]
     leaves = [x.detach().requires_grad_(call.trains) for x in tensors]
     ran, because = why(*leaves)
     return Row(seed, number, str(call), chosen_of(call, leaves), ran, because, times, errors, slow)
@@ -227,16 +223,6 @@ def ms_by_package(call: Call, row: Row, card: str) -> float:
     return row.times[min(known, key=taken.get)][0]
 
 
-def _once(run: Callable[[], object], device: str) -> float:
-    """Ms of one run."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    wait()
-    start = time.perf_counter()
-    run()
-    wait()
-    return (time.perf_counter() - start) * 1e3
-
-
 def compile_call(call: Call, device: str) -> None:
     """Run once what a call compiles."""
     *tensors, do = call.inputs(device)
@@ -260,7 +246,7 @@ def compiled(calls: list[Call], device: str, until: float) -> None:
 
 def rows_of(calls: list[Call], seed: int, known: set[int], device: str, until: float) -> Iterator[Row]:
     """Rows that are not known, told as they come, as far as there is time."""
-    timer = partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
+    timer = partial(time_contenders, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, call in enumerate(calls):
         if number in known:
             continue

@@ -37,8 +37,6 @@ from sagebwd.recipe import AUTO
 
 # A call of `auto` that is faster than this many times torch's speed has not lost: timings differ by as much.
 LEAST = 0.97
-# Of a window's mask, beyond which torch is not asked.
-MOST_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,7 @@ def attentions(
         theirs = contenders.packed(tensors, offsets, call.longest, training=call.trains)
         ours = partial(packed_attention, offsets, call.longest, recipe)
         return ours, theirs, partial(_explained, explain_varlen, arguments, {"is_causal": True})
-    has_mask = call.kind != WINDOW or call.tokens**2 <= MOST_ELEMENTS
-    mask = torch_mask(call.kind, q, call.left or None) if has_mask else None
+    mask = torch_mask(call.kind, q, call.left or None)
     options: dict[str, object] = {"is_causal": call.kind == CAUSAL}
     if call.heads != call.kv_heads:
         options["enable_gqa"] = True

@@ -3,8 +3,9 @@
 A call that its host decides says that the GPU took no longer: where a fit says more, that is an error too.
 
 A row has the kind, head_dim, value_dim, direction, recipe, impl, batch, heads, kv_heads (heads where it is missing),
-tokens, ms and host_ms of low precision, torch_ms and torch_host_ms of what torch ``picked``, and ``others``: (ms, the
-host's ms) of more contenders in full precision by name, or ms alone; times of what does not run are None.
+tokens, kv_tokens (tokens), width (keys in a window; one more than a quarter of the tokens), ms and host_ms of low
+precision, torch_ms and torch_host_ms of what torch ``picked``, and ``others``: (ms, the host's ms) of more contenders
+in full precision by name, or ms alone; times of what does not run are None.
 """
 
 from __future__ import annotations
@@ -75,12 +76,14 @@ def times_of(row: Mapping) -> dict[str, tuple[float | None, float | None]]:
 
 def size_of(row: Mapping) -> Size:
     """How large the call of a row is."""
-    tokens, heads = row["tokens"], row["batch"] * row["heads"]
-    return Size(tokens, tokens, heads, row["batch"] * row.get("kv_heads", row["heads"]), window_of(tokens) + 1)
+    tokens, batch = row["tokens"], row["batch"]
+    heads, kv_heads = row["heads"], row.get("kv_heads", row["heads"])
+    width = row.get("width") or window_of(tokens) + 1
+    return Size(tokens, row.get("kv_tokens") or tokens, batch * heads, batch * kv_heads, width)
 
 
 def window_of(tokens: int) -> int:
-    """Keys before a query that it sees beside its own, where a window is timed."""
+    """Keys before a query that it sees beside its own, in a window of nobody's choice."""
     return tokens // 4
 
 

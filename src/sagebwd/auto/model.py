@@ -30,6 +30,8 @@ DIRECTIONS = (FORWARD, TRAINING)
 # not; anything else that a mask of elements says.
 KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
+# Queries, and keys, of a tile: about all kernels' on Hopper.
+TILE = 128
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
@@ -39,8 +41,8 @@ _MILLI = 10**12
 
 
 class Work(NamedTuple):
-    """The work of a call: rows of Q and of K; twice the pairs of a query and a key that low precision and that torch
-    multiply; keys of the last tile, 0 where tiles are alike."""
+    """The work of a call: rows of Q and of K; twice the pairs of a query and a key in the tiles that low precision and
+    that torch multiply; keys of the last tile, 0 where tiles are alike."""
 
     rows: int
     low: int
@@ -66,18 +68,27 @@ class Size(NamedTuple):
         """The work under a kind of mask.
 
         Torch gets a window as a mask of elements, and multiplies all; peers multiply what low precision does. Packed
-        sequences count as causal; of masks of elements all pairs count.
+        sequences count as causal; of masks of elements all pairs count. A tile that a mask or an end cuts is
+        multiplied whole: pairs are those of tiles of `TILE` queries and keys.
         """
-        n, m = self.queries, self.keys
-        last = min(n, m) if kind == CAUSAL else m if kind == PACKED else 0  # its queries see no more
+        queries, keys = self.queries, self.keys
+        last = min(queries, keys) if kind == CAUSAL else keys if kind == PACKED else 0  # its queries see no more
+        n, m = _in_tiles(queries), _in_tiles(keys)
         if kind not in (CAUSAL, PACKED):
             seen = 2 * n * m
         elif n <= m:
-            seen = n * n if kind == CAUSAL else n * (2 * m - n)
+            seen = n * (n + TILE) if kind == CAUSAL else n * (2 * m - n + TILE)
         else:
-            seen = m * (2 * n - m) if kind == CAUSAL else m * m
-        low = 2 * n * self.width if kind == WINDOW and self.width < m else seen
-        return Work(self.heads * n + self.kv_heads * m, self.heads * low, self.heads * seen, last)
+            seen = m * (2 * n - m + TILE) if kind == CAUSAL else m * (m + TILE)
+        low = seen
+        if kind == WINDOW and self.width < keys:
+            low = 2 * n * min(m, _in_tiles(self.width + TILE - 1))  # queries of a tile see so many keys together
+        return Work(self.heads * queries + self.kv_heads * keys, self.heads * low, self.heads * seen, last)
+
+
+def _in_tiles(tokens: int) -> int:
+    """Tokens of whole tiles."""
+    return (tokens + TILE - 1) // TILE * TILE
 
 
 class Cost(NamedTuple):

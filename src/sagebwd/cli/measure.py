@@ -25,19 +25,24 @@ from sagebwd.call import Ask
 from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.processes import run_in_processes
-from sagebwd.cli.timer import time_interleaved
+from sagebwd.cli.timer import Times, time_contenders
 from sagebwd.recipe import AUTO, Recipe
 
 # Batch x heads x tokens x value_dim, about, and tokens. The sizes are one sequence of a small model, one of 4096
-# tokens with 32 heads of 128, and a training step of 16384 tokens.
+# tokens with 32 heads of 128, and a training step of 16384 tokens; then long sequences, and short ones.
 POINTS = tuple(
-    (1 << power, tokens) for power, tokens in ((25, 8192), (25, 2048), (25, 1024), (24, 4096), (22, 8192), (22, 2048))
-)
-# Widths that have kernels of their own, and those that are filled up.
-OWN_WIDTHS, FILLED_WIDTHS = ("128", "64", "256", "192/128", "192", "96"), ("80", "112", "72")
-MEASURED_WIDTHS = OWN_WIDTHS + FILLED_WIDTHS
+    (1 << power, tokens)
+    for power, tokens in (
+        (25, 8192), (25, 2048), (25, 1024), (24, 4096), (22, 8192), (22, 2048), (24, 32768), (25, 320),
+    )
+)  # fmt: skip
+# Of a mask of elements, beyond which it is not made.
+MOST_ELEMENTS = 1 << 28
+# What is called most comes first.
+MEASURED_WIDTHS = ("128", "64", "256", "192/128", "192", "96", "80", "112", "72")
+MEASURED_KINDS = (CAUSAL, FULL, PACKED, WINDOW, PADDING, MASK)
 MODEL_WIDTH = 2048  # heads x value_dim, at most
-ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 8.0
+ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 30.0
 # The share of the time that compiling takes, about.
 COMPILING = 0.5
 # Processes that compile at once, each with a context of its own on the GPU.
@@ -45,7 +50,7 @@ MOST_PROCESSES = 12
 # By which FlashAttention-4 keeps what it has compiled.
 FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
-Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, float]]]
+Timer = Callable[[dict[str, Callable[[], object]], str], Times]
 """(ms, host's ms) of each run."""
 
 
@@ -53,9 +58,9 @@ Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, 
 class Timing:
     """One row of the results file; times in ms of a call, forward alone or forward and backward.
 
-    ms, host_ms: low precision's and its host's; None where it does not run. torch_ms, torch_host_ms: those of what
-    torch picks, its backend ``picked``; None where torch has nothing. others: (ms, host's ms) of more contenders in
-    full precision by name.
+    width: keys in a window, else 0. ms, host_ms: low precision's and its host's; None where it does not run. torch_ms,
+    torch_host_ms: those of what torch picks, its backend ``picked``; None where torch has nothing. others: (ms, host's
+    ms) of more contenders in full precision by name. A host's are None where a slow contender was timed once.
     """
 
     kind: str
@@ -64,6 +69,7 @@ class Timing:
     batch: int
     heads: int
     tokens: int
+    width: int
     direction: str
     recipe: str
     impl: str
@@ -72,7 +78,7 @@ class Timing:
     torch_ms: float | None
     torch_host_ms: float | None
     picked: str
-    others: dict[str, tuple[float, float]] = field(default_factory=dict)
+    others: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,16 @@ class Case:
         heads = min(in_all, MODEL_WIDTH // self.value_dim)
         return max(1, in_all // heads), heads
 
+    def left(self, tokens: int) -> int:
+        """Keys before a query in its window, a quarter of short sequences; 0 of another mask."""
+        if self.kind != WINDOW:
+            return 0
+        return window_of(tokens) if tokens < 4096 else 255 if tokens <= 8192 else 1023
+
+    def has(self, tokens: int) -> bool:
+        """Whether sequences of so many tokens are timed: under a mask of elements where there is room for it."""
+        return self.kind != MASK or tokens**2 <= MOST_ELEMENTS
+
     def inputs(self, size: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do in BF16; of packed sequences (tokens of all, heads, width)."""
         batch, heads = self.batch_and_heads(size, tokens)
@@ -106,21 +122,14 @@ class Case:
 def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS) -> list[Case]:
     """What is measured of kinds of mask at widths, what is called most first.
 
-    Raises ValueError for a kind or a width that there is not, and where nothing is measured of those that were named.
+    Raises ValueError for a kind or a width that there is not.
     """
     for what, names, known in (("kind", kinds, KINDS), ("head_dim", widths, MEASURED_WIDTHS)):
         for name in names:
             if name not in known:
                 raise ValueError(f"{what}={name!r} is not known; accepted: {', '.join(known)}")
-    own, filled = ([pair_of(name) for name in names if name in widths] for names in (OWN_WIDTHS, FILLED_WIDTHS))
-    found = [Case(kind, *pair) for kind in (CAUSAL, FULL, PACKED) for pair in own]
-    found += [Case(kind, *pair) for kind in (CAUSAL, FULL) for pair in filled]
-    found += [Case(kind, *pair) for kind in (WINDOW, PADDING, MASK) for pair in own]
-    found = [case for case in found if case.kind in kinds]
-    if not found:
-        named = f"kind={', '.join(kinds)} is not measured at head_dim={', '.join(widths)}"
-        raise ValueError(f"{named}; accepted: causal, full, or one of {', '.join(OWN_WIDTHS)}")
-    return found
+    pairs = [pair_of(name) for name in MEASURED_WIDTHS if name in widths]
+    return [Case(kind, *pair) for kind in MEASURED_KINDS if kind in kinds for pair in pairs]
 
 
 def pair_of(width: str) -> tuple[int, int]:
@@ -146,20 +155,22 @@ def measure(
     if compiling:
         os.environ.setdefault(FA4_CACHE, "1")  # so that the processes compile FlashAttention-4's too
         _compile(device, chosen, tell)
-    timer = timer or partial(time_interleaved, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
+    timer = timer or partial(time_contenders, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
         tell(f"{number + 1} of {len(chosen)}: {case}", compiling + (1 - compiling) * number / len(chosen))
-        yield [row for size, tokens in POINTS for row in measure_point(case, size, tokens, device, timer)]
+        points = [(size, tokens) for size, tokens in POINTS if case.has(tokens)]
+        yield [row for size, tokens in points for row in measure_point(case, size, tokens, device, timer)]
 
 
 def measure_point(case: Case, size: int, tokens: int, device: str, timer: Timer) -> list[Timing]:
     """A row of each direction."""
     *tensors, do = case.inputs(size, tokens, device)
     choice = _choice(case, tensors)
-    shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens
+    width = case.left(tokens) + 1 if case.kind == WINDOW else 0
+    shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens, width
     rows = []
     for direction in DIRECTIONS:
-        picked = _picked(case, tensors, direction)
+        picked = _picked(case, tokens, tensors, direction)
         attentions = attentions_of(case, tokens, tensors, direction)
         attentions.pop(PICKED.get(picked), None)  # which torch's own pick is
         runs = {name: run_of(attention, tensors, do, direction) for name, attention in attentions.items()}
@@ -174,12 +185,12 @@ def _choice(case: Case, tensors: list[Tensor]) -> dispatch.Choice:
     return dispatch.choose(Ask.of(tensors[0], tensors[2], AUTO, dispatch.FASTEST, case.kind))
 
 
-def _picked(case: Case, tensors: list[Tensor], direction: str) -> str:
+def _picked(case: Case, tokens: int, tensors: list[Tensor], direction: str) -> str:
     """The backend that torch's own function takes."""
     if case.kind == PACKED:
         return "varlen_attn"
     leaves = [x.detach().requires_grad_(direction == TRAINING) for x in tensors]
-    mask = torch_mask(case.kind, tensors[0])
+    mask = torch_mask(case.kind, tensors[0], case.left(tokens))
     return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL)).name
 
 
@@ -197,8 +208,9 @@ def attentions_of(case: Case, tokens: int, tensors: list[Tensor], direction: str
     if case.kind == PACKED:
         theirs = contenders.packed(tensors, offsets_of(q, tokens), tokens, training=training)
     else:
-        window = (window_of(q.shape[2]), 0) if case.kind == WINDOW else contenders.UNLIMITED
-        theirs = contenders.dense(case.kind, tensors, torch_mask(case.kind, q), window, training=training)
+        left = case.left(tokens)
+        window, mask = (left, 0) if left else contenders.UNLIMITED, torch_mask(case.kind, q, left)
+        theirs = contenders.dense(case.kind, tensors, mask, window, training=training)
     return {"ours": ours_of(case, tokens, tensors), **theirs}
 
 
@@ -207,11 +219,11 @@ def ours_of(case: Case, tokens: int, tensors: list[Tensor]) -> Attention:
     q, recipe = tensors[0], _choice(case, tensors).recipe
     if case.kind == PACKED:
         return partial(packed_attention, offsets_of(q, tokens), tokens, recipe)
-    options, mask = {"is_causal": case.kind == CAUSAL, "recipe": recipe}, torch_mask(case.kind, q)
+    options = {"is_causal": case.kind == CAUSAL, "recipe": recipe}
     if case.kind == WINDOW:
-        options["window"] = (window_of(q.shape[2]), 0)
-    elif mask is not None:
-        options["attn_mask"] = mask
+        options["window"] = (case.left(tokens), 0)
+    elif case.kind in (PADDING, MASK):
+        options["attn_mask"] = torch_mask(case.kind, q)
     return partial(sage_attention, **options)
 
 
@@ -226,8 +238,13 @@ def packed_attention(offsets: Tensor, longest: int, recipe: Recipe | str, *tenso
 
 
 def torch_mask(kind: str, q: Tensor, left: int | None = None) -> Tensor | None:
-    """A kind's mask as torch has it: a window of ``left`` or a quarter, an eighth padding, a prefix of a quarter."""
+    """A kind's mask as torch has it: a window of ``left`` or a quarter, an eighth padding, a prefix of a quarter.
+
+    None of another kind, and of a window whose mask would have more than `MOST_ELEMENTS`.
+    """
     batch, _, tokens, _ = q.shape
+    if kind == WINDOW and tokens**2 > MOST_ELEMENTS:
+        return None
     places = torch.arange(tokens, device=q.device)
     if kind == PADDING:
         return (places < tokens - tokens // 8).expand(batch, 1, 1, tokens)
@@ -256,6 +273,8 @@ def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> No
 def _call(case: Case, device: str) -> None:
     """Call what is compiled once in each form that timing will."""
     for size, tokens in POINTS:
+        if not case.has(tokens):
+            continue
         *tensors, do = case.inputs(size, tokens, device)
         for direction in DIRECTIONS:
             compile_run(attentions_of(case, tokens, tensors, direction), tensors, do, direction)

@@ -14,6 +14,11 @@ ROUND_MS = 8.0
 """How long one attention is timed in one round."""
 LEAD_MS = 120.0
 """How long it runs before that on a GPU: its clock follows its power so slowly (dev/log/2026-11-23-power.md)."""
+SLOW, SLOW_MS = 3.0, 1.0
+"""Times the fastest's ms, and ms, from which on together a run is timed once where contenders are many."""
+
+Times = dict[str, tuple[float, float | None]]
+"""Ms of each run and of its host, None where it was timed once."""
 
 
 def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float, float]]:
@@ -65,3 +70,25 @@ def time_interleaved(
                 measure(run, round(lead * repeats[name]))
             times[name].append(measure(run, repeats[name]))
     return {name: tuple(map(statistics.median, zip(*values))) for name, values in times.items()}
+
+
+def time_contenders(
+    runs: dict[str, Callable[[], object]], device: str, rounds: int, round_ms: float, lead_ms: float
+) -> Times:
+    """As `time_interleaved`, of runs that have run before; those that are `SLOW` run once alone."""
+    once = {name: _once(run, device) for name, run in runs.items()}
+    slow = max(SLOW_MS, SLOW * min(once.values(), default=0.0))
+    fast = {name: run for name, run in runs.items() if once[name] <= slow}
+    return time_interleaved(fast, device, rounds, round_ms, lead_ms) | {
+        name: (ms, None) for name, ms in once.items() if name not in fast
+    }
+
+
+def _once(run: Callable[[], object], device: str) -> float:
+    """Ms of one run."""
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return (time.perf_counter() - start) * 1e3
