@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import arguments, dispatch
-from sagebwd.auto.contenders import PEERS, TORCH, VARLEN
+from sagebwd.auto.contenders import LOW, PEERS, TORCH, VARLEN
 from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, MARGIN, MASK, PACKED, PADDING, WINDOW
 from sagebwd.call import Ask
 from sagebwd.cli.contenders import Attention, takes
@@ -42,7 +42,7 @@ from sagebwd.recipe import AUTO
 from sagebwd.reference.metrics import relative_l2
 from tools.auto_shapes import Call, attentions
 
-AUTO_RUN, LOW = "auto", "low"
+AUTO_RUN = "auto"
 # Ms, from which on the GPU decides, and how fast `auto` is to be over the fastest from there on and below.
 HOST_MS, LEAST, LEAST_BELOW = 0.3, 0.95, 0.90
 # A choice is right that takes at most so many times the fastest's ms.

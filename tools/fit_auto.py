@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sagebwd.auto import model
-from sagebwd.auto.contenders import FA3, FA4, FLASH, PEERS
-from sagebwd.auto.fit import BOUND, LOW, fitted, size_of, times_of
+from sagebwd.auto.contenders import FA3, FA4, FLASH, LOW, PEERS
+from sagebwd.auto.fit import BOUND, fitted, size_of, times_of
 from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING, Times, widths_text
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from torch import Tensor
 from sagebwd import switches
 from sagebwd.auto import agreement, model, peers
 from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.contenders import PEERS
+from sagebwd.auto.contenders import LOW, PEERS
 from sagebwd.auto.contenders import TORCH as PICKED_BY_TORCH
 from sagebwd.auto.model import Size, Times
 from sagebwd.call import Ask, Call, Saved, padded_head_dim
@@ -113,15 +113,15 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     if isinstance(costs, bool):
         return PICKED_BY_TORCH if costs and size.by_torch else None
     low, full = costs
-    work = size.work(ask.kind)
+    of = ask.kind, ask.training
     fastest, least = None, None
     for name, cost in full:
         if not (peers.fits(ask.kind, size) if name in PEERS else size.by_torch):
             continue
-        taken = model.taken(cost, work.rows, model.pairs_of(name, work), work.keys)
+        taken = model.taken(cost, size.work(name, *of))
         if least is None or not model.is_less(least, taken):
             fastest, least = name, taken
-    if least is None or (low is not None and model.is_less(model.taken(low, work.rows, work.low, work.keys), least)):
+    if least is None or (low is not None and model.is_less(model.taken(low, size.work(LOW, *of)), least)):
         return None
     return fastest if planned else PICKED_BY_TORCH
 

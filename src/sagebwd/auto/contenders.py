@@ -1,10 +1,12 @@
-"""Who computes attention in full precision where "auto" hands a call over, by name; imports neither torch nor a peer.
+"""Who may compute attention under "auto", by name; imports neither torch nor a peer.
 
-A contender is one of torch's own functions, by what computes it, or a peer: a package of its own.
+A contender in full precision is one of torch's own functions, by what computes it, or a peer: a package of its own.
 """
 
 from __future__ import annotations
 
+# sagebwd's kernels, in low precision.
+LOW = "low"
 # Torch's function with what torch picks, with one of its backends, and torch's function of packed sequences.
 TORCH, CUDNN, FLASH, EFFICIENT, VARLEN = "torch", "cudnn", "flash", "efficient", "varlen"
 FA4, FA3 = "fa4", "fa3"

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import exp, log
-from statistics import fmean, median
+from statistics import fmean
 
-from sagebwd.auto.contenders import PEERS, PICKED, TORCH
-from sagebwd.auto.model import FULL, KINDS, WINDOW, Cost, Size, Times, pairs_of
+from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH
+from sagebwd.auto.model import FULL, KINDS, TRAINING, WINDOW, Cost, Size, Times
 
-# What low precision is called beside contenders in full precision.
-LOW = "low"
 # A call whose ms are less than this many times its host's says of the GPU that it took no longer.
 BOUND = 1.15
 # Calls that are timed on the GPU, from which on a kind has coefficients of its own.
@@ -88,13 +86,16 @@ def window_of(tokens: int) -> int:
 
 
 def _hosts(groups: Mapping[tuple, list[Mapping]]) -> dict[tuple, float | None]:
-    """The median of hosts' ms by kind, direction, recipe, kernels and name, which no width changes; None of none."""
+    """Hosts' ms by kind, direction, recipe, kernels and name, which no width changes; None of none.
+
+    Of all timings the lower quartile: a host that is disturbed takes longer, never less.
+    """
     known: dict[tuple, list[float]] = {}
     for (kind, _, _, *rest), group in groups.items():
         for row in group:
             for name, (_, host_ms) in times_of(row).items():
                 known.setdefault((kind, *rest, name), []).extend([host_ms] if host_ms else [])
-    return {place: median(ms) if ms else None for place, ms in known.items()}
+    return {place: sorted(ms)[len(ms) // 4] if ms else None for place, ms in known.items()}
 
 
 def coefficients(
@@ -111,10 +112,9 @@ def coefficients(
         return None
     points, bounds = [], []
     for row, ms, host_ms in ran:
-        work = size_of(row).work(row["kind"])
-        pairs = work.low if name == LOW else pairs_of(name, work)
-        of_gpu = ms >= BOUND * (host_ms or 0)
-        (points if of_gpu else bounds).append((1.0, work.rows / _ROWS, pairs / 2 / _PAIRS, work.keys / _KEYS, ms))
+        work = size_of(row).work(name, row["kind"], row["direction"] == TRAINING)
+        point = 1.0, work.rows / _ROWS, work.pairs / 2 / _PAIRS, work.keys / _KEYS, ms
+        (points if ms >= BOUND * (host_ms or 0) else bounds).append(point)
     counts = [point[1] for point in points]
     if like is not None and not any(like):  # of calls that are all their host's, of which there is no multiple
         like = None

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sagebwd.auto.contenders import PEERS
+from sagebwd.auto.contenders import LOW, PEERS
 from sagebwd.environment import cache_folder
 from sagebwd.version import __version__
 
@@ -30,8 +30,8 @@ DIRECTIONS = (FORWARD, TRAINING)
 # not; anything else that a mask of elements says.
 KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
-# Queries, and keys, of a tile: about all kernels' on Hopper.
-TILE = 128
+# Queries, and keys, of a tile: about all kernels' on Hopper. Multiprocessors of an H100 and of an H200.
+TILE, MULTIPROCESSORS = 128, 132
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
@@ -41,12 +41,14 @@ _MILLI = 10**12
 
 
 class Work(NamedTuple):
-    """The work of a call: rows of Q and of K; twice the pairs of a query and a key in the tiles that low precision and
-    that torch multiply; keys of the last tile, 0 where tiles are alike."""
+    """The work of a call for a contender.
+
+    rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied. keys: of the
+    last tile, 0 where tiles are alike.
+    """
 
     rows: int
-    low: int
-    full: int
+    pairs: int
     keys: int
 
 
@@ -54,7 +56,8 @@ class Size(NamedTuple):
     """How large a call is that others compute too.
 
     queries, keys: tokens of a sequence, of packed ones the mean. heads, kv_heads: of all sequences together. width: of
-    a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large to make.
+    a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large to make. longest:
+    keys of the longest packed sequence, 0 where all are alike.
     """
 
     queries: int
@@ -63,27 +66,37 @@ class Size(NamedTuple):
     kv_heads: int
     width: int = 0
     by_torch: bool = True
+    longest: int = 0
 
-    def work(self, kind: str) -> Work:
-        """The work under a kind of mask.
+    def work(self, contender: str, kind: str, training: bool) -> Work:
+        """The work of a contender (`sagebwd.auto.contenders`) under a kind of mask, of forward or with backward.
 
-        Torch gets a window as a mask of elements, and multiplies all; peers multiply what low precision does. Packed
-        sequences count as causal; of masks of elements all pairs count. A tile that a mask or an end cuts is
-        multiplied whole: pairs are those of tiles of `TILE` queries and keys.
+        A tile that a mask or an end cuts is multiplied whole: pairs are those of tiles of `TILE` queries and keys.
+        Where tiles are fewer than multiprocessors, these wait for one another. Torch gets a window as a mask of
+        elements, and multiplies all. Packed sequences count as causal, of a length halfway between the mean and the
+        longest; of masks of elements all pairs count.
         """
-        queries, keys = self.queries, self.keys
+        queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         last = min(queries, keys) if kind == CAUSAL else keys if kind == PACKED else 0  # its queries see no more
         n, m = _in_tiles(queries), _in_tiles(keys)
-        if kind not in (CAUSAL, PACKED):
-            seen = 2 * n * m
+        if kind == WINDOW and self.width < keys and (contender == LOW or contender in PEERS):
+            pairs = 2 * n * min(m, _in_tiles(self.width + TILE - 1))  # queries of a tile see so many keys together
+        elif kind not in (CAUSAL, PACKED):
+            pairs = 2 * n * m
         elif n <= m:
-            seen = n * (n + TILE) if kind == CAUSAL else n * (2 * m - n + TILE)
+            pairs = n * (n + TILE) if kind == CAUSAL else n * (2 * m - n + TILE)
         else:
-            seen = m * (2 * n - m + TILE) if kind == CAUSAL else m * (m + TILE)
-        low = seen
-        if kind == WINDOW and self.width < keys:
-            low = 2 * n * min(m, _in_tiles(self.width + TILE - 1))  # queries of a tile see so many keys together
-        return Work(self.heads * queries + self.kv_heads * keys, self.heads * low, self.heads * seen, last)
+            pairs = m * (2 * n - m + TILE) if kind == CAUSAL else m * (m + TILE)
+        if kind == PACKED and self.longest > keys:
+            pairs, last = pairs * (keys + self.longest) // (2 * keys), self.longest
+        rows, tiles = heads * queries + kv_heads * keys, heads * n // TILE
+        if training and contender == LOW:
+            tiles = kv_heads * m // TILE
+        elif training:  # gradients of K and V are those of each query head, which are added up, by peers in memory
+            rows += (heads - kv_heads + (heads if contender in PEERS and heads > kv_heads else 0)) * keys
+            tiles = heads * m // TILE
+        pairs *= heads
+        return Work(rows, pairs * MULTIPROCESSORS // tiles if tiles < MULTIPROCESSORS else pairs, last)
 
 
 def _in_tiles(tokens: int) -> int:
@@ -113,15 +126,15 @@ class Cost(NamedTuple):
         """What low precision counts as: `MARGIN` percent more."""
         return Cost(*((x * (100 + MARGIN) + 50) // 100 for x in self))
 
-    def ms(self, rows: int, pairs: int, keys: int) -> float:
-        """Of a call's rows, one side's pairs and the last tile's keys (`Work`)."""
-        return max(taken(self, rows, pairs, keys)) / 2 / _MILLI
+    def ms(self, work: Work) -> float:
+        """Of a call's work for whom the cost is."""
+        return max(taken(self, work)) / 2 / _MILLI
 
 
-def taken(cost: tuple[int, ...], rows: int, pairs: int, keys: int) -> tuple[int, int]:
-    """Twice what the host and what the GPU take by a `Cost`, of rows, twice the pairs, and keys (`Work`)."""
+def taken(cost: tuple[int, ...], work: Work) -> tuple[int, int]:
+    """Twice what the host and what the GPU take by a `Cost`."""
     host, fixed, row, pair, key = cost
-    return 2 * host, 2 * (fixed + row * rows + key * keys) + pair * pairs
+    return 2 * host, 2 * (fixed + row * work.rows + key * work.keys) + pair * work.pairs
 
 
 def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
@@ -130,11 +143,6 @@ def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
     Guards have 64 bits, which are enough for calls of an hour.
     """
     return (ours[0] <= theirs[0] or ours[0] <= theirs[1]) and (ours[1] <= theirs[0] or ours[1] <= theirs[1])
-
-
-def pairs_of(contender: str, work: Work) -> int:
-    """Twice the pairs that a contender in full precision multiplies."""
-    return work.low if contender in PEERS else work.full
 
 
 class Times(NamedTuple):
@@ -159,10 +167,10 @@ class Times(NamedTuple):
 
     def ms(self, size: Size) -> tuple[float | None, dict[str, float]]:
         """Of low precision and of each contender in full precision."""
-        work = size.work(self.kind)
+        of = self.kind, self.direction == TRAINING
         asked = [name for name in self.full if size.by_torch or name in PEERS]
-        full = {name: self.full[name].ms(work.rows, pairs_of(name, work), work.keys) for name in asked}
-        return None if self.low is None else self.low.ms(work.rows, work.low, work.keys), full
+        full = {name: self.full[name].ms(size.work(name, *of)) for name in asked}
+        return None if self.low is None else self.low.ms(size.work(LOW, *of)), full
 
 
 def widths_text(head_dim: int, value_dim: int) -> str:
