@@ -7,10 +7,15 @@ import itertools
 import pytest
 
 from sagebwd.auto.fit import ENOUGH, fitted, size_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PADDING, TRAINING, WINDOW, Cost, pairs_of
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PADDING, TRAINING, WINDOW, Cost
 
 LOW, TORCH = Cost.of(50, 20, 0.3, 0.6), Cost.of(20, 0, 0.1, 0.9)
 SHAPES = [(b, h, n) for b, h, n in itertools.product((1, 4), (8, 16), (256, 1024, 8192))]
+
+
+def work_of(row, name):
+    """A contender's work in the call of a row."""
+    return size_of(row).work(name, row["kind"], row["direction"] == TRAINING)
 
 
 def rows_of(kind=CAUSAL, low=LOW, torch=TORCH, shapes=SHAPES, **more):
@@ -21,9 +26,8 @@ def rows_of(kind=CAUSAL, low=LOW, torch=TORCH, shapes=SHAPES, **more):
             "kind": kind, "head_dim": 64, "value_dim": 64, "direction": FORWARD, "recipe": "mixed", "impl": "here",
             "batch": batch, "heads": heads, "tokens": tokens,
         } | more  # fmt: skip
-        work = size_of(row).work(kind)
-        for prefix, cost, pairs in (("", low, work[1]), ("torch_", torch, work[2])):
-            row |= {f"{prefix}ms": cost.ms(work[0], pairs, work[3]), f"{prefix}host_ms": cost.host / 1e12}
+        for prefix, cost, name in (("", low, "low"), ("torch_", torch, "torch")):
+            row |= {f"{prefix}ms": cost.ms(work_of(row, name)), f"{prefix}host_ms": cost.host / 1e12}
         found.append(row)
     return found
 
@@ -102,8 +106,7 @@ def test_of_calls_that_wait_for_the_host_there_is_no_multiple():
     waiting, few = Cost.of(1000, 0, 0, 0.001), SHAPES[-ENOUGH + 1 :]
     _, padding = fitted(rows_of(FULL, waiting, waiting) + rows_of(PADDING, shapes=few), "", "")
     for row in rows_of(PADDING, shapes=few):
-        work = size_of(row).work(PADDING)
-        assert padding.low.ms(work[0], work[1], work[3]) == pytest.approx(row["ms"], rel=0.2)
+        assert padding.low.ms(work_of(row, "low")) == pytest.approx(row["ms"], rel=0.2)
 
 
 def test_what_does_not_run_has_no_costs():
@@ -127,10 +130,7 @@ PEER = Cost.of(10, 15, 0.2, 0.7)
 def with_others(rows, **costs):
     """Rows with times of other contenders."""
     for row in rows:
-        work = size_of(row).work(row["kind"])
-        row["others"] = {
-            name: (cost.ms(work[0], pairs_of(name, work), work[3]), cost.host / 1e12) for name, cost in costs.items()
-        }
+        row["others"] = {name: (cost.ms(work_of(row, name)), cost.host / 1e12) for name, cost in costs.items()}
     return rows
 
 

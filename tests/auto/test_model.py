@@ -49,27 +49,33 @@ def runs(ask=ASK, of=None):
 
 def test_what_takes_less_by_the_margin_runs(measured):
     measured += [times(FROM_4000), times(FASTER, direction=TRAINING)]
-    shortest = next(n for n in range(3000, 6000) if runs(of=size(n)) == "hopper/hopper")
-    low, full = ms(measured[0], size(shortest))
-    assert 1 + MARGIN / 100 < full / low < 1.032
-    assert runs(of=size(4000)) == "torch/torch", "as fast, and no faster"
-    assert {runs(of=size(n)) for n in (shortest + 1, 1 << 17)} == {"hopper/hopper"}
+    shortest = next(n for n in range(3072, 6000, 128) if runs(of=size(n)) == "hopper/hopper")
+    for n, side in ((shortest - 128, False), (shortest, True)):
+        low, full = ms(measured[0], size(n))
+        assert (full / low > 1 + MARGIN / 100) == side
+    assert full > low
+    assert {runs(of=size(n)) for n in (shortest + 128, 1 << 17)} == {"hopper/hopper"}
     assert runs(ASK._replace(training=True), size(16)) == "hopper/hopper"
-    assert dispatch.choose(ASK, size(1)) is dispatch.handed_to("torch")
+    assert dispatch.choose(ASK, size(3072)) is dispatch.handed_to("torch")
     assert str(dispatch.handed_to("torch").recipe) == "full"
     assert dispatch.handed_to("torch").impl == "torch"
 
 
 def test_small_calls_wait_for_the_host_and_the_launches(measured):
     measured.append(times((100, 30, 0, 1)))
-    assert ms(measured[0], size(4096, heads=4)) == pytest.approx((0.1, 0.0999), rel=1e-3)
-    assert runs(of=size(4096, heads=4)) == "torch/torch"
-    assert ms(measured[0], size(4096, heads=5)) == pytest.approx((0.1, 0.1248), rel=1e-3)
-    assert runs(of=size(4096, heads=5)) == "hopper/hopper"
-    measured[0] = times((100, 90, 0, 1))
+    pairs, rows = 1e-9 * 4096 * (4096 + 128) / 2, 1e-6 * 8192  # ms of a head by 1 ps and 1 ns
+    small, larger = size(4096, heads=5), size(4096, heads=8)
+    assert ms(measured[0], small) == pytest.approx((0.1, 10 * pairs + 5 * rows), rel=1e-3)
+    measured[0] = times((140, 30, 0, 1))
     dispatch.times_of.cache_clear()
-    assert ms(measured[0], size(4096, heads=5)) == pytest.approx((0.132, 0.1248), rel=1e-3)
-    assert runs(of=size(4096, heads=5)) == "torch/torch"
+    assert ms(measured[0], small)[0] == pytest.approx(0.14)
+    assert runs(of=small) == "torch/torch"
+    assert ms(measured[0], larger) == pytest.approx((0.14, 16 * pairs + 8 * rows), rel=1e-3)
+    assert runs(of=larger) == "hopper/hopper"
+    measured[0] = times((140, 140, 0, 1))
+    dispatch.times_of.cache_clear()
+    assert ms(measured[0], larger) == pytest.approx((0.14 + 8 * pairs, 16 * pairs + 8 * rows), rel=1e-3)
+    assert runs(of=larger) == "torch/torch"
 
 
 def test_the_comparison_is_that_of_the_costs():
@@ -79,27 +85,63 @@ def test_the_comparison_is_that_of_the_costs():
         low, full = (Cost.of(1000 * a, 1000 * b, c, d, 10 * e) for a, b, c, d, e in (draw[:5], draw[5:10]))
         low = low.with_margin()
         of = size(1 + int(draw[10] * 9000), 1 + int(draw[11] * 9000), 1 + int(draw[12] * 40))
-        rows, pairs, all_pairs, keys = of.work(CAUSAL)
-        ratio = full.ms(rows, all_pairs, keys) / low.ms(rows, pairs, keys)
+        ours, theirs = (of.work(name, CAUSAL, draw[12] < 0.5) for name in ("low", "cudnn"))
+        ratio = full.ms(theirs) / low.ms(ours)
         if abs(math.log(ratio)) > 1e-6:
-            ours, theirs = model.taken(low, rows, pairs, keys), model.taken(full, rows, all_pairs, keys)
-            assert model.is_less(ours, theirs) == (ratio > 1)
+            assert model.is_less(model.taken(low, ours), model.taken(full, theirs)) == (ratio > 1)
 
 
 @pytest.mark.parametrize("tokens", [(7, 7), (5, 9), (9, 5)])
-def test_pairs_are_those_that_a_mask_shows(tokens):
-    n, m = tokens
-    shown = torch.ones(n, m)
-    of = Size(n, m, heads=3, kv_heads=1)
-    rows = 3 * n + m
+def test_pairs_are_those_of_tiles_that_a_mask_shows_a_part_of(tokens):
+    n, m = (128 * x for x in tokens)
+    of, rows = Size(n, m, heads=48, kv_heads=12), 48 * n + 12 * m
+
+    def pairs(shown):
+        tiles = shown.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).any(3).any(1)
+        return 2 * 48 * 128 * 128 * int(tiles.sum())
+
+    everything = torch.ones(n, m, dtype=torch.bool)
     for kind in (FULL, MASK):
-        assert of.work(kind) == (rows, 6 * shown.sum(), 6 * shown.sum(), 0)
-    of_window = of._replace(width=2)
-    assert of_window.work(WINDOW) == (rows, 3 * 2 * n * 2, 6 * shown.sum(), 0)
+        assert {of.work(name, kind, False) for name in ("low", "fa4", "cudnn")} == {(rows, pairs(everything), 0)}
     for kind, offset in ((CAUSAL, 0), (PACKED, m - n)):
-        # without half of the diagonal, which tiles hold
-        exact = shown.tril(offset).sum() - min(n, m) / 2
-        assert of.work(kind)[1:] == (*(6 * exact,) * 2, shown.tril(offset)[-1].sum())
+        shown = everything.tril(offset)
+        assert of.work("low", kind, False) == (rows, pairs(shown), shown[-1].sum())
+    if n == m:
+        of_window = of._replace(width=200)
+        shown = everything.tril().triu(-199)
+        surplus = of_window.work("fa4", WINDOW, False).pairs - pairs(shown)
+        assert 0 <= surplus <= 3 * 2 * 48 * 128 * 128, "the first tiles have fewer keys before them"
+        assert of_window.work("cudnn", WINDOW, False).pairs == pairs(everything)
+
+
+def test_tokens_of_a_tile_that_an_end_cuts_count_whole():
+    for n in (129, 200, 256):
+        assert Size(n, n, 100, 100).work("low", FULL, False) == (200 * n, 2 * 100 * 256 * 256, 0)
+
+
+def test_fewer_tiles_than_multiprocessors_take_turns():
+    """Forward has a tile of queries a program; backward one of keys, sagebwd's of all heads of a group."""
+    many, few = Size(1280, 256, 32, 8), Size(1280, 256, 4, 2)
+    pairs = 2 * 1280 * 256
+    assert many.work("low", FULL, False).pairs == 32 * pairs
+    assert few.work("low", FULL, False).pairs == 4 * pairs * 132 // 40
+    assert few.work("cudnn", FULL, True).pairs == 4 * pairs * 132 // 8
+    assert few.work("low", FULL, True).pairs == 4 * pairs * 132 // 4
+
+
+def test_in_training_gradients_of_keys_are_of_each_query_head():
+    of, rows = Size(4096, 4096, 32, 8), 40 * 4096
+    assert {of.work(name, FULL, False).rows for name in ("low", "fa4", "cudnn")} == {rows}
+    found = {name: of.work(name, FULL, True).rows for name in ("low", "cudnn", "fa4")}
+    assert found == {"low": rows, "cudnn": rows + 24 * 4096, "fa4": rows + 56 * 4096}
+    assert of._replace(kv_heads=32).work("fa4", FULL, True).rows == 64 * 4096, "no sums"
+
+
+def test_packed_sequences_count_between_their_mean_and_the_longest():
+    alike, longer = Size(1024, 1024, 160, 160), Size(1024, 1024, 160, 160, longest=3072)
+    one, other = (of.work("low", PACKED, False) for of in (alike, longer))
+    assert (other.pairs, other.keys) == (2 * one.pairs, 3072)
+    assert (one.rows, one.keys) == (other.rows, 1024)
 
 
 def test_a_call_has_the_size_of_its_tensors():

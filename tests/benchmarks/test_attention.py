@@ -220,6 +220,17 @@ def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     assert times == {"a": (2.0, 1.0)}
 
 
+def test_of_contenders_who_is_slow_runs_once(monkeypatch):
+    """But not for a host's hiccup in a small call."""
+    once = {"a": 2.0, "b": 7.0, "c": 5.0}
+    monkeypatch.setattr(timer, "_once", lambda run, device: once[run()])
+    monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
+    runs = {name: lambda name=name: name for name in once}
+    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
+    once |= {"a": 0.02, "b": 0.9, "c": 0.03}
+    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == dict.fromkeys(runs, (1.0, 0.5))
+
+
 @pytest.mark.rounding
 def test_results_are_saved_drawn_and_summarised(tmp_path):
     rows = bench.measure_shape(GRID_SHAPE, ["token"], ["reference"], device="cpu", rounds=1)

@@ -149,7 +149,7 @@ def test_ctrl_c_says_where_the_measured_is_kept(command, monkeypatch, tmp_path):
         cases.append(case)
         if case is not cases[0]:
             raise KeyboardInterrupt
-        shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens
+        shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens, 0
         times = (1.0, 0.1, 2.0, 0.1, "MATH")
         return [measure.Timing(*shape, direction, "token", "triton/triton", *times) for direction in DIRECTIONS]
 

@@ -15,11 +15,6 @@ from tools.auto_shapes import Call
 SMALL = [Call(kind, 16, 16, 2, 2, 1, 64, trains=kind == CAUSAL, left=9 if kind == "window" else 0) for kind in KINDS]
 
 
-@pytest.fixture(autouse=True)
-def nobody_is_slow(monkeypatch):
-    monkeypatch.setattr(auto_random, "_once", lambda run, device: 1.0)
-
-
 def timer(ms):
     return lambda runs, device, **_: {name: (ms.get(name, 1.0), 0.1) for name in runs}
 
@@ -60,10 +55,9 @@ def test_a_call_of_each_kind(call):
     assert found.over_best == 2.0
 
 
-def test_who_is_slow_is_timed_once(monkeypatch):
-    taken = iter([1.0, 9.0, 1.0])
-    monkeypatch.setattr(auto_random, "_once", lambda run, device: next(taken))
-    found = auto_random.measure(0, 0, SMALL[0], "cpu", timer({}))
+def test_who_was_timed_once_is_slow():
+    slow = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1)) | {"low": (9.0, None)}  # noqa: E731
+    found = auto_random.measure(0, 0, SMALL[0], "cpu", slow)
     assert found.slow == ["low"]
     assert (found.times["low"], found.times["torch"]) == ((9.0, None), (1.0, 0.1))
 
@@ -106,11 +100,11 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(auto_random, "drawn", lambda count, seed: calls[:count])
     timed = []
 
-    def time_interleaved(runs, device, **_):
+    def time_contenders(runs, device, **_):
         timed.append(runs)
         return timer({})(runs, device)
 
-    monkeypatch.setattr(auto_random, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(auto_random, "time_contenders", time_contenders)
     command = ["--device", "cpu", "--output", str(tmp_path), "--commit", "abc", "--seed", "4"]
     assert auto_random.main([*command, "--seconds", "-1"]) == 0
     assert (timed, list(tmp_path.iterdir())) == ([], [])

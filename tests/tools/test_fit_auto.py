@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -21,7 +22,7 @@ def rows():
 def test_a_fit_is_near_its_timings(rows):
     for (kind, *_), values in fit_auto.residuals(fitted(rows, "", ""), rows).items():
         rms = (sum(x * x for x in values) / len(values)) ** 0.5
-        assert rms < 0.11, kind
+        assert rms < 0.12, kind
 
 
 def test_what_was_left_out_is_chosen_better_than_torch_always(rows):
@@ -111,11 +112,11 @@ def test_peers_count_among_what_is_chosen():
 
 
 def test_drawn_calls_are_asked_about_by_the_package():
-    """Of calls that were drawn and timed on an H200, the model's choices have .95 of the fastest's speed."""
-    for commit, calls in (("05d8c37", 19), ("49cd924", 14)):
-        score = fit_auto.drawn_score(fit_auto.RESULTS / f"auto_h200_2026-11-28_{commit}.json")
-        assert len(score.losses) == calls
-        assert max(score.losses) < 0.05
+    """Of calls that were drawn and timed on other H200s than those of the fit."""
+    score = fit_auto.drawn_score(fit_auto.RESULTS / "auto_h200_2026-11-28_614c2a6.json")
+    assert len(score.losses) == 124
+    assert score.right > 0.85 * 124
+    assert fmean(score.losses) < 0.02
 
 
 def test_the_command_prints_residuals_and_what_is_held_out(capsys, tmp_path, monkeypatch):
