@@ -38,7 +38,7 @@ WIDTHS = {  # by card, the later file counts for a call of two
     "H200": BESIDE_FA3,
     "H100": ("attention_h100-80gb-hbm3_2026-11-27_3bed015",),
 }
-BLOCKS = ("block_h200_2026-11-28_05d8c37", "block_h200_2026-11-28_49cd924", "block_h200_2026-11-28_214a762")
+BLOCKS = ("block_h200_2026-11-28_614c2a6",)
 LENGTHS = (4096, 8192, 16384)
 TABLES: dict[str, Callable[[], str]] = {}
 
@@ -259,10 +259,9 @@ def speed_auto() -> str:
 
 # -- Steps ---------------------------------------------------------------------------------------------------------
 
-# Of one context the later file counts.
-STEPS_OF_325M = ("training_h200_2026-11-28_49cd924", "training_h200_2026-11-28_9f53c6e")
+STEPS_OF_325M = "training_h200_2026-11-28_614c2a6"
 STEPS = (
-    ("325M model", *STEPS_OF_325M),
+    ("325M model", STEPS_OF_325M),
     ("the same on two GPUs", "training_2-processes_h200_2026-11-26_093eef2"),
     ("325M model, checkpointing", "training_h200_2026-11-23_00b09c6_checkpoint"),
     ("a block of a video model", "training_h200_2026-11-23_00b09c6_video"),
@@ -275,38 +274,12 @@ ATTENTIONS = {
 BLOCK_PEERS = {"fa4": "FlashAttention-4", "fa3": "FlashAttention-3", "cudnn": "cuDNN"}
 
 
-def step_rows(*names: str) -> list[dict]:
-    """Rows of files of `python -m lab bench-training` by context, of which the last that has it counts."""
-    rows: dict[int, list[dict]] = {}
-    for name in names:
-        own = _step_rows(name)
-        rows |= {row["context"]: [x for x in own if x["context"] == row["context"]] for row in own}
-    return [row for _, own in sorted(rows.items()) for row in own]
-
-
-def _step_rows(name: str) -> list[dict]:
-    """Rows of one file, or of what was printed, where there is that alone."""
-    printed = ROOT / "benchmarks" / "results" / f"{name}.txt"
-    if not printed.exists():
-        return rows_of(name)
-    rows, context = [], 0
-    for line in printed.read_text(encoding="utf-8").splitlines():
-        if found := re.match(r"\d+M weights, context (\d+),", line):
-            context = int(found[1])
-        if found := re.match(r" (\S+) +([\d.]+) +[\d.]+ +([\d,]+) +([\d.]+)x \w+ +([\d.]+) +[\d.]+ +\d+%", line):
-            numbers = (float(x.replace(",", "")) for x in found.groups()[1:])
-            row = dict(zip(("step_ms", "tokens_per_s", "speedup", "peak_gib"), numbers))
-            row["peak_bytes"] = row.pop("peak_gib") * 2**30
-            rows.append({"attention": found[1], "context": context, **row})
-    return rows
-
-
 @named
 def steps() -> str:
     """Whole training steps."""
     rows = []
-    for what, *names in STEPS:
-        for row in step_rows(*names):
+    for what, name in STEPS:
+        for row in sorted(rows_of(name), key=lambda row: row["context"]):
             attention = row["attention"].partition("@")[0]
             peer = f"{row['speedup']:.2f}" if attention.startswith("mixed") else ""
             rows.append([what, str(row["context"]), ATTENTIONS[attention], f"{row['step_ms']:.1f}",
@@ -318,19 +291,21 @@ def steps() -> str:
 @named
 def blocks() -> str:
     """Norm, rotary embedding and attention in one call, and BF16 attention behind a compiled norm and rotation."""
-    calls: dict[tuple[int, int, str], dict[str, float]] = {}
+    calls: dict[tuple[int, int, int, int, str], dict[str, float]] = {}
     for name in BLOCKS:
         for x in rows_of(name):
             if x["part"] == "block":
-                calls.setdefault((x["head_dim"], x["tokens"], x["direction"]), {})[x["name"]] = x["ms"]
+                call = x["head_dim"], x["heads"], x["kv_heads"], x["tokens"], x["direction"]
+                calls.setdefault(call, {})[x["name"]] = x["ms"]
     rows = []
-    for (head_dim, tokens, way), ms in sorted(calls.items()):
+    for (head_dim, heads, kv_heads, tokens, way), ms in sorted(calls.items()):
         best = min(ms[peer] for peer in BLOCK_PEERS)
         cells = (f"{ms[other]:.3f}" for other in ("sagebwd", "compiled + sagebwd", *BLOCK_PEERS))
+        on = f"{heads}" if heads == kv_heads else f"{heads} on {kv_heads}"
         said = f"{length(tokens)}, {'forward' if way == 'fwd' else 'both'}"
-        rows.append([str(head_dim), said, *cells, f"{best / ms['sagebwd']:.2f}"])
-    heads = ["this call", "compiled, then `mixed`", *BLOCK_PEERS.values(), "over the best"]
-    return table(["head_dim", "tokens", *heads], rows)
+        rows.append([str(head_dim), on, said, *cells, f"{best / ms['sagebwd']:.2f}"])
+    named = ["this call", "compiled, then `mixed`", *BLOCK_PEERS.values(), "over the best"]
+    return table(["head_dim", "heads", "tokens", *named], rows)
 
 
 @named
@@ -643,7 +618,7 @@ def fine_tuning() -> str:
 
 def step_speeds(attention: str) -> dict[int, float]:
     """By context, the speed of a step of the 325M model over the best BF16 attention's."""
-    rows = step_rows(*STEPS_OF_325M)
+    rows = rows_of(STEPS_OF_325M)
     return {row["context"]: row["speedup"] for row in rows if row["attention"].partition("@")[0] == attention}
 
 
@@ -666,7 +641,7 @@ def facts() -> str:
     )
     peaks = {
         row["attention"].partition("@")[0]: row["peak_bytes"] / 2**30
-        for row in step_rows(*STEPS_OF_325M) if row["context"] == 4096
+        for row in rows_of(STEPS_OF_325M) if row["context"] == 4096
     }  # fmt: skip
     own = of_a_trained_model()
     mixed, full = ([100 * own[name][x][0] for x in TENSORS[1:]] for name in ("mixed", "full"))
