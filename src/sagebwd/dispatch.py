@@ -217,8 +217,10 @@ def known_of(device: torch.device) -> tuple[Times, ...]:
     return model.of_card(card_of(device), torch.__version__)
 
 
-def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int]:
-    """The widths that a call costs as much as."""
+def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    """The widths that a call costs as much as; None where these kernels do not run it."""
+    if any(row.form(head_dim, value_dim) is None for row in (choice.forward, choice.backward)):
+        return None
     form = choice.forms(head_dim, value_dim)[0]
     return tuple(map(padded_head_dim, form)) if choice.forward.impl == "triton" else form
 
