@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 from sagebwd import Recipe, dispatch, sage_attention, sage_attention_varlen, switches
 from sagebwd.arguments import ask_of
+from sagebwd.auto import model
 from sagebwd.auto.model import Size
 from sagebwd.call import Ask
 from sagebwd.kernels import capabilities
 from sagebwd.kernels.sm90 import widths
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
-MIXED, TOKEN = Recipe.named("mixed"), Recipe.named("token")
+MIXED, TOKEN, INT8_DP = (Recipe.parse(text) for text in ("mixed", "token", "token(dp=int8)"))
 ASK = Ask("auto", 64, 64, torch.bfloat16, CARD)
 
 
@@ -59,6 +60,37 @@ def test_on_a_cpu_auto_is_full_precision():
     for dtype in (torch.bfloat16, torch.float64):
         choice = dispatch.choose(ask._replace(dtype=dtype))
         assert (choice.recipe, choice.name) == (Recipe.named("full"), "reference/reference")
+
+
+@pytest.mark.parametrize("arch", dispatch.MMA_SYNC)
+@pytest.mark.parametrize(
+    ("dims", "recipe", "name"),
+    [
+        ((128, 128), INT8_DP, "mma_sync/mma_sync"), ((65, 65), INT8_DP, "mma_sync/mma_sync"),
+        ((96, 40), INT8_DP, "mma_sync/mma_sync"), ((64, 64), TOKEN, "mma_sync/triton"),
+        ((40, 64), TOKEN, "mma_sync/triton"), ((129, 129), TOKEN, "triton/triton"),
+        ((192, 128), TOKEN, "triton/triton"),
+    ],
+)  # fmt: skip
+def test_where_mma_syncs_backward_runs_autos_dp_is_int8(monkeypatch, arch, dims, recipe, name):
+    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    ask = ASK._replace(head_dim=dims[0], value_dim=dims[1])
+    for kind in (model.FULL, model.MASK):
+        choice = dispatch._choose.__wrapped__(ask._replace(kind=kind), arch, False)
+        assert (choice.recipe, choice.name) == (recipe, name)
+    assert dispatch._choose.__wrapped__(ask._replace(recipe=TOKEN), arch, False) == (TOKEN, *choice[1:])
+    for impl in ("triton", "reference"):
+        assert dispatch._choose.__wrapped__(ask._replace(impl=impl), arch, False).recipe == TOKEN
+    monkeypatch.setattr(dispatch, "_missing", lambda row: "NVRTC is not found" if row.needs else None)
+    without = dispatch._choose.__wrapped__(ask, arch, False)
+    assert (without.recipe, without.name) == (TOKEN, "triton/triton")
+
+
+def test_on_hopper_mma_sync_by_name_has_the_recipe_of_its_own_cards(hopper):
+    wide = ASK._replace(head_dim=128, value_dim=128)
+    assert dispatch.choose(wide._replace(impl="mma_sync")).recipe == INT8_DP
+    assert dispatch.choose(ASK._replace(impl="mma_sync")).recipe == TOKEN
+    assert dispatch.choose(wide).recipe == MIXED
 
 
 def test_on_another_card_auto_is_token(monkeypatch):

@@ -563,6 +563,9 @@ def gaps_from_scratch() -> str:
     return table(["recipe", "model, tokens a step", "gap (95%)", "pairs", "p", "commit"], rows)
 
 
+RATES = {"0.0001": "1e-4", "0.001": "1e-3"}
+
+
 def trained_on(rate: str, weights: bool = False) -> dict:
     """By variant, the gaps of SmolLM2 trained on."""
     return gaps_in((RUNS / "continued" / f"lr-{rate}",), 0.001, weights)
@@ -572,15 +575,61 @@ def trained_on(rate: str, weights: bool = False) -> dict:
 def gaps_trained_on() -> str:
     """Gaps of SmolLM2 trained on."""
     rows = []
-    for rate, name in (("0.0001", "1e-4"), ("0.001", "1e-3")):
+    for rate, name in RATES.items():
         for variant, row in trained_on(rate).items():
             if row.interval is not None:
                 weights = trained_on(rate, True)[variant]
                 rows.append([f"`{variant}`", name, gap(row.mean, row.interval, 5), f"{row.p:.4f}",
                              gap(weights.mean, weights.interval, 5), f"{weights.p:.4f}",
-                             str(len(row.gaps))])  # fmt: skip
-    head = ["recipe", "rate", "gap by its own attention (95%)", "p", "gap of its weights (95%)", "p", "pairs"]
-    return table(head, rows)
+                             str(len(row.gaps)), ", ".join(f"`{commit}`" for commit in row.commits)])  # fmt: skip
+    gaps_and_p = "gap by its own attention (95%)", "p", "gap of its weights (95%)", "p"
+    return table(["recipe", "rate", *gaps_and_p, "pairs", "commit"], rows)
+
+
+LONGER = "a longer run, or a larger model, in which it leaves the margin"
+AT_MARGIN = f"more pairs: its interval ends at the margin; {LONGER}"
+SECOND_LOOK = "heads of 128, whose backward is another kernel; more pairs, as these were a second look"
+BRANCHED = "more pairs, or pairs that branch from one checkpoint: an interval within the margin, or above 0"
+OTHERS = "another model or text, sequences over 2048 tokens, or more steps, that show a gap"
+VERDICTS = (  # variant, cells of the grid or the rate, what would change our mind
+    ("mixed", ("mixed-small",), LONGER),
+    ("mixed fused", ("mixed-small",), AT_MARGIN),
+    ("token with dP in INT8", ("mixed-small",), SECOND_LOOK),
+    ("token", ("qknorm-small", "qknorm-small-seed?"), "pairs under today's `token`, which is rotated"),
+    ("paper", ("qknorm-small", "qknorm-small-seed?"), "more pairs, to tell a gap from chance"),
+    ("mixed", ("mixed-large",), BRANCHED),
+    ("mixed", "0.0001", OTHERS),
+    ("token", "0.0001", OTHERS),
+    ("token with dP in INT8", "0.0001", "heads of 128; " + OTHERS),
+    ("paper", "0.0001", "the authors' kernels, if they show none"),
+    ("full precision repeated", "0.001", "more pairs: chance alone reaches beyond the margin at this rate"),
+    ("mixed", "0.001", "pairs that leave an interval within the margin, or above 0"),
+)  # fmt: skip
+
+
+def judged(rows: Iterable, margin: float) -> str:
+    """What intervals and tests of one claim show."""
+    rows = list(rows)
+    if all(row.p < 0.05 for row in rows):
+        return f"within {margin:g}"
+    return "a gap" if all(row.interval[0] > 0 for row in rows) else "undecided"
+
+
+@named
+def verdicts() -> str:
+    """Each claim of training with its number, and what would change our mind."""
+    found = []
+    for variant, where, mind in VERDICTS:
+        if isinstance(where, str):
+            rows, margin, digits = [trained_on(where)[variant], trained_on(where, True)[variant]], 0.001, 5
+            model = f"trained on at {RATES[where]}"
+        else:
+            rows, margin, digits = [grid(where)[variant]], 0.02, 4
+            model = f"from scratch, {'131K' if 'large' in where[0] else '16K'}"
+        gaps_of = "; weights ".join(gap(row.mean, row.interval, digits) for row in rows)
+        found.append([f"`{variant}`, {model}", f"**{judged(rows, margin)}**", gaps_of,
+                      "; ".join(f"{row.p:.4f}" for row in rows), str(len(rows[0].gaps)), mind])  # fmt: skip
+    return table(["claim", "verdict", "gap (95%)", "p", "pairs", "what would change our mind"], found)
 
 
 @named
@@ -715,6 +764,11 @@ def readme_training() -> str:
         row = trained_on("0.0001")[recipe]
         cells.append(gap(row.mean, row.interval, 5) + " *" * (row.p < 0.05))
         rows.append([f"`{recipe}`", *cells])
+        if recipe == "token":
+            both = (grid(("mixed-small",)), 3), (trained_on("0.0001"), 5)
+            found = [(of["token with dP in INT8"], digits) for of, digits in both]
+            cells = [gap(row.mean, row.interval, digits) + " *" * (row.p < 0.05) for row, digits in found]
+            rows.append(["`token(dp=int8)`", cells[0], "not run", cells[1]])
     head = ["", "from scratch, 16K tokens a step", "from scratch, 131K", "SmolLM2-135M, trained further, rate 1e-4"]
     return table(head, rows)
 

@@ -20,6 +20,8 @@ NAMES = {
     "fa4": "FlashAttention-4, BF16", "cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16",
     "fa3": "FlashAttention-3, BF16",
 }  # fmt: skip
+CONTINUED_MARGIN = 0.001
+"""Nats, of a model that others trained and that trains on (`python -m lab continue`)."""
 HATCHES = {"cudnn": "////", "fa3": "....", "fa2": "xxxx"}
 """How bars are drawn whose best kernel is not FlashAttention-4."""
 
@@ -112,7 +114,8 @@ def contexts(files: Sequence[Path]) -> Figure:
 def gaps(files: Sequence[Path]) -> Figure:
     """Gaps in held-out loss with their 95% intervals: folders of comparisons, those of one cell's seeds together.
 
-    A cell's name is its folder's without what follows ``-seed``; the text of the gap's variant stands beside it.
+    A cell's name is its folder's without what follows ``-seed``; the text of the gap's variant stands beside it. Gaps
+    of `python -m lab continue`, whose folders are lr-RATE and whose margin is less, have axes of their own.
     """
     from lab.training.gaps import MARGIN
     from lab.training.gaps import gaps as measured
@@ -124,26 +127,36 @@ def gaps(files: Sequence[Path]) -> Figure:
         (cell, row)
         for cell, folders in cells.items()
         for row in measured(folders)
-        if row.interval and row.variant in ("mixed", "token", "paper")
+        if row.interval and row.variant.split()[0] in ("mixed", "token", "paper")
     ]
     if not found:
         raise ValueError("no variant with two pairs of runs or more, so no interval to draw")
-    found.sort(key=lambda one: (tuple(COLORS).index(one[1].variant), "large" in one[0]))
-    figure, (axis,) = _panels(1, (8.2, 0.5 * len(found) + 1.3))
-    axis.axvspan(-MARGIN, MARGIN, color="0.9", label=f"within {MARGIN:g} nats")
-    axis.axvline(0, color="black", linewidth=0.8)
-    for place, (_, row) in enumerate(found):
-        color = COLORS[row.variant]
-        axis.plot(row.interval, [place, place], color=color, linewidth=2.5, solid_capstyle="butt")
-        axis.plot(row.gaps, [place] * len(row.gaps), "|", color=color, markersize=12)
-        axis.plot(row.mean, place, "o", color=color, markersize=6)
-    tokens = {"small": "16K", "large": "131K"}
-    texts = [f"{row.variant}, {tokens.get(cell.rpartition('-')[2], cell)} tokens a step" for cell, row in found]
-    axis.set_yticks(range(len(found)), texts)
-    axis.invert_yaxis()
-    axis.set_xlabel("held-out loss minus full precision's, nats: mean, seeds (ticks), 95% interval")
-    axis.legend(loc="upper right", frameon=False, fontsize=9)
+    found.sort(key=lambda one: (tuple(COLORS).index(one[1].variant.split()[0]), one[1].variant, "large" in one[0]))
+    parts = [[one for one in found if one[0].startswith("lr-") == continued] for continued in (False, True)]
+    parts = [part for part in parts if part]
+    figure, axes = _panels(1, (8.2, 0.4 * max(map(len, parts)) + 0.8), rows=len(parts), share=False)
+    for axis, part in zip(axes, parts):
+        margin = CONTINUED_MARGIN if part[0][0].startswith("lr-") else MARGIN
+        axis.axvspan(-margin, margin, color="0.9", label=f"within {margin:g} nats")
+        axis.axvline(0, color="black", linewidth=0.8)
+        for place, (_, row) in enumerate(part):
+            color = COLORS[row.variant.split()[0]]
+            axis.plot(row.interval, [place, place], color=color, linewidth=2.5, solid_capstyle="butt")
+            axis.plot(row.gaps, [place] * len(row.gaps), "|", color=color, markersize=12)
+            axis.plot(row.mean, place, "o", color=color, markersize=6)
+        axis.set_yticks(range(len(part)), [f"{row.variant}, {_cell(name)}" for name, row in part])
+        axis.invert_yaxis()
+        axis.legend(loc="upper right", frameon=False, fontsize=9)
+    axes[-1].set_xlabel("held-out loss minus full precision's, nats: mean, seeds (ticks), 95% interval")
     return figure
+
+
+def _cell(name: str) -> str:
+    """What a folder of comparisons is of, in words."""
+    if name.startswith("lr-"):
+        return f"trained on at {name.removeprefix('lr-')}"
+    tokens = {"small": "16K", "large": "131K"}
+    return f"{tokens.get(name.rpartition('-')[2], name)} tokens a step"
 
 
 def layers(files: Sequence[Path]) -> Figure:

@@ -1,7 +1,9 @@
 """Which commit a run had its kernels from, and whether those computed the gradients of its recipe.
 
 Before `MENDED` Hopper's kernel made dV and dK of e4m3 products up to 29% too small, so its runs say nothing of a
-recipe that has such products (dev/log/2026-11-23-fp32-sums.md).
+recipe that has such products (dev/log/2026-11-23-fp32-sums.md). Until 2026-11-28 that kernel's pass for an INT8 dP
+lost dK of the queries beside one without a gradient, as is the last of a sequence
+(dev/log/2026-11-28-int8-dp-portable.md).
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from sagebwd.recipe import FP8, Recipe
 MENDED = "2534d87"
 FAULTY = ("a6a23aa", "fb3aeff", "2330368", "8d81373", "a9c0339")
 """The commits before `MENDED` that a run with e4m3 gradients names, or has by the documents."""
+LOST_DK = ("2451bcf", "614c2a6")
+"""The commits that a run with e4m3 gradients and an INT8 dP names, and whose kernels lost part of dK."""
 
 
 def tree(folder: Path | None = None) -> str:
@@ -48,5 +52,9 @@ def objection(recipe: str, named: str | None) -> str | None:
         return None
     if named is None:
         return "it names no commit of its kernels"
-    faulty = named.removesuffix("-dirty") in FAULTY
-    return f"the kernels of {named} made its dV and dK too small" if faulty else None
+    commit = named.removesuffix("-dirty")
+    if commit in FAULTY:
+        return f"the kernels of {named} made its dV and dK too small"
+    if commit in LOST_DK and "dp=int8" in changes:
+        return f"the kernels of {named} lost dK of each sequence's last queries"
+    return None

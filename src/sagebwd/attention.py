@@ -72,8 +72,9 @@ def sage_attention(
             hands the call over in full precision, to torch's own attention or FlashAttention-4 or -3 where they are
             installed, where timings of this card do not show low precision to be faster, where torch alone takes it,
             and on a CPU (docs/auto.md); `sagebwd.explain` says so.
-            Else it is "mixed" on compute capability 9.0 where Hopper's kernels take the call, "token" on a GPU where
-            they do not, and "full" on a CPU.
+            Else it is "mixed" on compute capability 9.0 where Hopper's kernels take the call, "token(dp=int8)" on 8.0,
+            8.6, 8.9 and 12.0 where mma.sync's take both directions (the greater head_dim from 65 to 128), "token" on
+            a GPU elsewhere, and "full" on a CPU.
         impl: "reference", "triton", "mma_sync" or "hopper"; None takes the fastest that supports the call: Hopper's
             kernels on compute capability 9.0 where they can, mma.sync's on 8.0, 8.6, 8.9 and 12.0, else Triton's on a
             CUDA device, the reference on a CPU. A named one that lacks the call raises. Where "hopper" or

@@ -31,8 +31,12 @@ from sagebwd.version import __version__
 
 # What "auto" stands for, by implementation: the reference that nobody named runs what torch has no function for.
 AUTOMATIC = {"hopper": "mixed", "mma_sync": "token", "triton": "token", "reference": "full"}
+# The same where mma.sync's own backward runs, which dP in INT8 makes faster; Triton's, at 64, it does not.
+AUTOMATIC_OF_OWN_BACKWARD = Recipe.parse("token(dp=int8)")
 # Compute capabilities that the kernels of mma.sync are compiled for in tests, and are tried first on.
 MMA_SYNC = (80, 86, 89, 120)
+# What the kernels of two families need, as `facts_of` names it.
+_NEEDED = {"hopper": "extra hopper", "mma_sync": "NVRTC"}
 # An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
 # Of a choice's name, the forward's before it and the backward's behind.
@@ -84,9 +88,10 @@ def handed_to(contender: str) -> Choice:
 def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned: bool = True) -> Choice:
     """Who runs a call, and by which recipe.
 
-    "auto" is `handed_to` whom `contender_of` names, else `mixed` where Hopper's kernels run it, else `token` on a GPU
-    and under ``impl="reference"``, else `full`. The implementation is the named one, or Hopper's kernels on compute
-    capability 9.0 where they take the call, else Triton's on a GPU and the reference elsewhere.
+    "auto" is `handed_to` whom `contender_of` names, else `mixed` where Hopper's kernels run it, `token(dp=int8)` where
+    mma.sync's forward and backward do, else `token` on a GPU and under ``impl="reference"``, else `full`. The
+    implementation is the named one, or Hopper's kernels on compute capability 9.0 where they take the call, mma.sync's
+    on the `MMA_SYNC`, else Triton's on a GPU and the reference elsewhere.
 
     size: None where nobody else computes the same, or where kernels alone are asked for. card: one of
     `sagebwd.auto.model.of_this_project` with all of the extras, whose answer is wanted; None for the device itself.
@@ -179,8 +184,9 @@ def facts_of(device: torch.device) -> dict[str, str]:
     times = [found._replace(source="") for found in model.of_card(card, torch.__version__)]
     measured = hashlib.sha256(repr(times).encode()).hexdigest()[:12] if times else "none"
     facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured times": measured}
-    if is_hopper(device):
-        facts["extra hopper"] = "usable" if _missing(capabilities.row(FORWARD, "hopper")) is None else "not usable"
+    for impl in _before_triton(arch_of(device)):
+        usable = _missing(capabilities.row(FORWARD, impl)) is None
+        facts[_NEEDED[impl]] = "usable" if usable else "not usable"
     found = [f"{peer} without backward" if peers.lacks_backward(peer) else peer for peer in peers.installed()]
     facts["peers"] = ", ".join(found) or "none"
     on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
@@ -217,8 +223,10 @@ def known_of(device: torch.device) -> tuple[Times, ...]:
     return model.of_card(card_of(device), torch.__version__)
 
 
-def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int]:
-    """The widths that a call costs as much as."""
+def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    """The widths that a call costs as much as; None where these kernels do not run it."""
+    if any(row.form(head_dim, value_dim) is None for row in (choice.forward, choice.backward)):
+        return None
     form = choice.forms(head_dim, value_dim)[0]
     return tuple(map(padded_head_dim, form)) if choice.forward.impl == "triton" else form
 
@@ -247,8 +255,7 @@ def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -
     _check_dtype(wanted[-1], ask.dtype)
     reasons = {}
     for impl in wanted:
-        automatic = "token" if ask.impl == "reference" else AUTOMATIC[impl]
-        recipe = Recipe.named(automatic) if ask.recipe == AUTO else ask.recipe
+        recipe = _automatic(impl, ask) if ask.recipe == AUTO else ask.recipe
         found = _rows(impl, recipe, ask, with_extras)
         if not isinstance(found, str):
             return Choice(recipe, *found)
@@ -256,6 +263,16 @@ def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -
     raise NotImplementedError(
         f"impl={wanted[-1]!r} does not support this call: {'; '.join(reasons)}; impl='reference' does"
     )
+
+
+def _automatic(impl: str, ask: Ask) -> Recipe:
+    """What "auto" stands for where an implementation runs a call: one recipe, whether it trains or not."""
+    if ask.impl == "reference":
+        return Recipe.named("token")
+    own_backward = capabilities.row(BACKWARD, impl).form(ask.head_dim, ask.value_dim) is not None
+    if impl == "mma_sync" and own_backward:
+        return AUTOMATIC_OF_OWN_BACKWARD
+    return Recipe.named(AUTOMATIC[impl])
 
 
 def _before_triton(arch: int) -> tuple[str, ...]:

@@ -34,7 +34,8 @@ INT8 = "int8"
 SIXTEEN_BIT = "16bit"
 FP8 = "fp8"
 
-# The default: `mixed` where Hopper's kernels take the call, else `token` (`sagebwd.dispatch.choose`).
+# The default: full precision where that is faster, else `mixed`, `token(dp=int8)` or `token`, by card and width
+# (`sagebwd.dispatch.choose`).
 AUTO = "auto"
 
 PRODUCTS = ("s", "o", "dv", "dp", "dq", "dk")

@@ -119,6 +119,14 @@ def test_a_store_that_holds_something_else_changes_nothing(measured, alone):
     assert warned_in_a_call() == []
 
 
+def test_of_cards_of_mma_sync_whether_its_kernels_compile_is_a_fact(measured, monkeypatch):
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
+    there = dispatch.facts_of(ASK.device)
+    monkeypatch.setattr(dispatch, "_missing", lambda row: "NVRTC is not found")
+    absent = dispatch.facts_of(ASK.device)
+    assert {name for name in there if there[name] != absent[name]} == {"NVRTC"}
+
+
 def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkeypatch):
     facts = dispatch.facts_of(ASK.device)
     assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "peers", "switches"}

@@ -46,6 +46,26 @@ def test_explain_says_who_runs_and_what_the_other_would_take(measured, monkeypat
     )
 
 
+def test_on_a_card_of_mma_sync_the_recipe_follows_from_the_width(measured, monkeypatch):
+    """With dP in INT8 where the backward is mma.sync's own, and only timings of that recipe count there."""
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
+    monkeypatch.setattr(
+        arguments, "ask_of", lambda *x: ASK._replace(head_dim=x[0].shape[-1], value_dim=x[1].shape[-1])
+    )
+    own, portable = (torch.empty(2, 8, 4096, width) for width in (128, 64))
+    own_timed = times(FASTER, impl="mma_sync/mma_sync")
+    measured[:] = own_timed._replace(recipe="token(dp=int8)"), times(FASTER, (64, 64), impl="mma_sync/triton")
+    found = sagebwd.explain(own, own, own, is_causal=True)
+    assert found[:3] == ("token(dp=int8)", "mma_sync", "mma_sync")
+    assert "token(dp=int8) takes about 0.2" in found.why
+    assert sagebwd.explain(portable, portable, portable, is_causal=True)[:3] == ("token", "mma_sync", "triton")
+    measured[:] = [own_timed]
+    dispatch.times_of.cache_clear()
+    found = sagebwd.explain(own, own, own, is_causal=True)
+    assert found[:2] == ("full", "torch")
+    assert "token was not timed on these kernels" in found.why
+
+
 def test_two_hosts_compare_a_digest_by_hand(measured, monkeypatch):
     """Of what `agreement` compares, wherever "auto" decides on this machine's GPU."""
     decided = arguments.ask_of

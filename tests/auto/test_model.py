@@ -177,6 +177,14 @@ def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
     assert found == {72: "torch/torch", 88: "hopper/hopper"}
 
 
+def test_a_width_that_the_kernels_lack_was_not_timed_on_them(measured, monkeypatch):
+    """Regression: a card with timings at 64, whose backward is Triton's, refused calls at 128."""
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
+    measured += [times(FASTER, dims=(64, 64), impl="mma_sync/triton")]
+    found = {d: runs(ASK._replace(head_dim=d, value_dim=d)) for d in (64, 128)}
+    assert found == {64: "mma_sync/triton", 128: "torch/torch"}
+
+
 def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
     measured += [times(FASTER), times(FASTER, kind=MASK)]
     assert runs(ASK._replace(kind=MASK)) == "hopper/hopper"

@@ -67,6 +67,20 @@ def test_answers_say_whose_backward_runs(monkeypatch):
         )
 
 
+def test_on_a_card_of_mma_sync_auto_is_settled_by_the_width(monkeypatch):
+    ask_of = doctor.ask_of
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
+    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(doctor, "ask_of", lambda *call: ask_of(*call)._replace(device=torch.device("cuda", 0)))
+    dispatch._choose.cache_clear()
+    for width, recipe in ((128, "token(dp=int8)"), (64, "token")):
+        call = "meta", torch.bfloat16, (width, width)
+        settled = doctor.recipe_of(*call, "auto")
+        assert str(settled) == recipe
+        assert [answer.impl for answer in doctor.answers(*call, settled) if answer.chosen] == ["mma_sync"]
+    dispatch._choose.cache_clear()
+
+
 def test_self_test_compares_with_the_reference(monkeypatch):
     assert doctor.self_test("cpu", torch.bfloat16, (64, 64), Recipe.named("token")) == 0
     calls = []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sagebwd import dispatch
 from sagebwd.auto import model, peers
 from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, TRAINING
 from sagebwd.cli import measure as bench
@@ -44,6 +45,20 @@ def test_what_does_not_run_has_no_time(monkeypatch):
     timer = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1))  # noqa: E731
     row, _ = bench.measure_point(bench.Case(FULL, 16, 16), SMALL, 32, "cpu", timer)
     assert (row.ms, row.host_ms, row.torch_ms) == (None, None, 1.0)
+
+
+def test_on_a_card_of_mma_sync_each_width_is_timed_by_its_recipe(monkeypatch):
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: 80)
+    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    of = bench.Ask.of
+    monkeypatch.setattr(bench.Ask, "of", lambda *call: of(*call)._replace(device=torch.device("cuda", 0)))
+    dispatch._choose.cache_clear()
+    timer = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1))  # noqa: E731
+    monkeypatch.setattr(bench, "takes", lambda name, run: True)
+    for width, ran in ((64, ("token", "mma_sync/triton")), (96, ("token(dp=int8)", "mma_sync/mma_sync"))):
+        rows = bench.measure_point(bench.Case(CAUSAL, width, width), SMALL, 32, "cpu", timer)
+        assert {(row.recipe, row.impl) for row in rows} == {ran}
+    dispatch._choose.cache_clear()
 
 
 @pytest.fixture

@@ -26,6 +26,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPE = "mixed(dp=int8)"
 LOG2_E = 1.4426950408889634
 
+
+class WithoutLast(AttentionCase):
+    """The last query has no gradient, as a sequence's last token, which predicts nothing."""
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        q, k, v, do, dlse = super().inputs()
+        do[..., -1, :] = 0
+        return q, k, v, do, dlse
+
+
 PASSES = {
     "128": AttentionCase(head_dim=128),
     "64, grouped, dlse": AttentionCase(heads=6, kv_heads=2, batch=2, tokens_q=150, with_dlse=True, is_causal=True),
@@ -41,6 +51,7 @@ PASSES = {
         lengths_q=[5, 0, 150, 64], lengths_k=[5, 7, 100, 129], heads=4, kv_heads=2, with_dlse=True
     ),
     "not rotated": AttentionCase(recipe="mixed(dp=int8, rotate=False)"),
+    "no gradient of the last": WithoutLast(tokens_k=65, is_causal=True, do_size=1e-5),
 }
 
 
@@ -206,6 +217,7 @@ CALLS |= {
     "dlse": AttentionCase(tokens_q=333, tokens_k=400, heads=4, kv_heads=2, is_causal=True, with_dlse=True),
     "long": AttentionCase(tokens_q=1500, tokens_k=1500, is_causal=True),
     "tiny": AttentionCase(tokens_q=70, tokens_k=70, is_causal=True, do_size=2.0**-100),
+    "no gradient of the last": WithoutLast(tokens_q=200, tokens_k=200, is_causal=True, do_size=1e-5),
 }
 CHANGES = {"": {}, "deterministic-": {"deterministic": True}, "plain-": {"recipe": "mixed(dp=int8, rotate=False)"}}
 

@@ -33,8 +33,8 @@ def register(recipe: str | Recipe = AUTO, impl: str | None = None) -> None:
     """Make ``activate_flash_attention_impl("sagebwd")`` known to torch; nothing is active yet.
 
     Args: recipe, impl: as in `sage_attention`, of all calls while active. "auto" is `mixed` on compute capability 9.0
-    and `token` elsewhere, at every length: torch has chosen its flash backend already. Again, with others, they hold
-    from the next activation on.
+    and `token` elsewhere, on some cards with dP in INT8, at every length: torch has chosen its flash backend already.
+    Again, with others, they hold from the next activation on.
 
     Raises ValueError for an unknown recipe or impl; NotImplementedError where this torch has no such registry.
     """

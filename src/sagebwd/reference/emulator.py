@@ -58,7 +58,7 @@ class DpOperands:
     """dO and V as dP = dO V^T reads them, and delta; queries are padded to whole blocks but in delta."""
 
     do_codes: Tensor  # (B, H, G, N, D), or dO itself
-    do_scale: Tensor  # (B, H, G, N, 1), or 1
+    do_scale: Tensor  # (B, H, G, N, 1), 0 where dO's codes and dlse are, or 1
     v_codes: Tensor  # (B, H, 1, M, D), of V less the mean of O, or V itself
     v_scale: Tensor  # (B, H, 1, M, 1), or 1
     delta: Tensor  # (B, H, G, N, 1)
@@ -338,6 +338,7 @@ class Emulator:
         if dlse is not None and FP8 in (recipe.dq, recipe.dk) and self.tokens_k:
             turned = torch.cat([turned, least_do(dlse, self._v_channels())], -1)
         do_codes, do_scale = quantize_tokens(turned, "token", recipe.block_q)
+        do_scale = torch.where((do_codes == 0).all(-1, keepdim=True), 0, do_scale)  # psi's 1 is far above others
         do_codes = do_codes[..., : do.shape[-1]]
         v_codes, v_scale = quantize_tokens(self.turned(self.v - center), "token", recipe.block_k)
         coded = do_codes * do_scale

@@ -24,7 +24,8 @@ one number of `queries_a_scale` queries, so that a kernel has D_ij (t_j 2^-b) - 
 and one sum. With b_i = ceil(log2 (u / s_i)) of a query, b is the least of theirs, but at least the largest less
 `MOST_LOWERED`. A query whose b_i is larger has e less b_i - b in place of e, so that the bound on its dS' holds: P' of
 a row that has no sink can spare the octaves, dS' of one that has cannot. s_i is at least |dlse_i| / (127 R), so that
-no query's u / s_i is far above the others'.
+no query's u / s_i is far above the others'. Where dO and dlse are 0, as of a sequence's last token, which no loss is
+of, s_i is 0, and so is Q': psi's scale of zeros, 1, would set g, and all other Q' of the block would be 0.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Float8Operands:
 
         Args: row_max (-inf where a query sees no key), lse and dlse (B, H, G, N, 1); do (B, H, G, N, D); v_scale
         (B, H, 1, 1, D), psi's scale of each of V's channels; codes and scales of Q (B, H, G, N, .), K (B, H, 1, M, .);
-        do_scale (B, H, G, N, 1), dO's scale a token if dP is INT8.
+        do_scale (B, H, G, N, 1), dO's scale a token if dP is INT8, 0 where it has no codes.
         """
         seen = row_max != -math.inf
         e = torch.floor(math.log2(E4M3_MAX) + torch.where(seen, lse - row_max, 0) / math.log(2))
@@ -147,19 +148,18 @@ class Float8Operands:
         if dlse is not None:
             bound = bound + dlse.abs()
         size = queries_a_scale(max(q_codes.shape[-1], do.shape[-1]))
-        unit = torch.ones_like(bound)
-        if do_scale is not None:
-            unit = torch.where(do_scale == 0, 1, do_scale)  # beyond the last query
+        do_unit = torch.ones_like(bound) if do_scale is None else do_scale
+        unit = torch.where(do_unit == 0, 1, do_unit)
         mantissa, b = torch.frexp((bound / unit).clamp(min=2.0**LEAST_B))  # of 0 too: its Q' must not be the largest
         b = torch.where(mantissa == 0.5, b - 1, b)
         if do_scale is not None:
-            counts = seen & bound.isfinite() & (bound > 0)
+            counts = seen & bound.isfinite() & (bound > 0) & (do_scale != 0)
             of_block = _b_of_block(b, counts, size)
             e = e - torch.where(counts, (b - of_block).clamp(min=0), 0)
             b = of_block
         exponent = torch.nan_to_num(e).to(b.dtype)
         weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
-        spread = weight * (_power(b, bound) * unit) + bound * 0
+        spread = weight * (_power(b, bound) * do_unit) + bound * 0
         do = _by_block(do * weight, size)
         q = _by_block(q_codes * (q_scale * spread), size)
         k, dq_scale = _normalised(k_codes * k_scale)

@@ -198,6 +198,9 @@ def test_faulty_kernels_do_not_count_for_what_ran_on_them():
     assert kernel_commit.objection("mixed", kernel_commit.MENDED) is None
     assert "names no commit" in kernel_commit.objection("mixed", None)
     assert kernel_commit.objection("paper", None) is None
+    for commit in kernel_commit.LOST_DK:
+        assert f"{commit} lost dK" in kernel_commit.objection("mixed(dp=int8)", commit)
+        assert kernel_commit.objection("mixed", commit) is kernel_commit.objection("token(dp=int8)", commit) is None
     with pytest.raises(ValueError, match="nonsense"):
         kernel_commit.objection("nonsense", "2534d87")
 

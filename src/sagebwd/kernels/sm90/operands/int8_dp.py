@@ -29,6 +29,7 @@ from sagebwd.kernels.common.rotation import (
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
+    TINY,
     block_and_head,
     padded_block,
     psi_scale,
@@ -106,8 +107,8 @@ def int8_row_values(
     """Row values, e4m3 copies and dO's INT8 codes of one query block.
 
     As `bwd_preprocess.row_values`, but: rows has PLANES, the third -delta 2^-b / s, s dO's scale, the last 2^-b once;
-    b is one number of the block (`sagebwd.reference.float8`), and spread is 2^(b - e) s. do_codes: of dO R, s a token,
-    in place of a scaled dO. center, value_signs: `CenteredValues`; TURNED_V: channels of R, or 0.
+    b is one number of the block (`sagebwd.reference.float8`), and spread is 2^(b - e) s, 0 of zeros. do_codes: of
+    dO R, s a token, in place of a scaled dO. center, value_signs: `CenteredValues`; TURNED_V: channels of R, or 0.
     """
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
@@ -132,6 +133,7 @@ def int8_row_values(
             change = tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
             amax = tl.maximum(amax, tl.abs(change) / norm, propagate_nan=tl.PropagateNan.ALL)
         do_scale = psi_scale(amax)
+        unit = tl.where(amax < TINY, 0.0, do_scale)  # of zeros psi's is 1, far above others
         x_int8 = codes_of(x, do_scale)
         store_codes(x_int8, do_codes, batch, head, start + first, local, inside, value_dim)
         y = turned_codes(out, value_signs, TURNED_V, value_dim, BLOCK_V) if TURNED_V else floats(out)  # O R
@@ -148,7 +150,7 @@ def int8_row_values(
         if dlse is not None:
             delta -= change / do_scale  # delta -= dlse
             bound += tl.abs(change)
-        counts = inside & seen & (bound > 0) & (bound < float("inf"))
+        counts = inside & seen & (bound > 0) & (bound < float("inf")) & (unit != 0)
         b_row = tl.maximum((((bound / do_scale).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, LEAST_B)
         largest_b = tl.max(tl.where(counts, b_row, LEAST_B), 0)
         b = tl.maximum(tl.min(tl.where(counts, b_row, largest_b), 0), largest_b - MOST_LOWERED)
@@ -157,7 +159,7 @@ def int8_row_values(
         e = (above + LOG2_E4M3_MAX).to(tl.int32) - tl.where(counts, tl.maximum(b_row - b, 0), 0)
         weight = tl.where(seen, power_of_2(-e) + row_lse * 0, 0.0)
         inverse = power_of_2(-b)
-        spread_row = weight * (power_of_2(b) * do_scale) + bound * 0
+        spread_row = weight * (power_of_2(b) * unit) + bound * 0
         scale = tl.load(q_scale + row, mask=inside, other=0)
         rows += block * BLOCK * PLANES
         tl.store(rows + local, tl.where(seen, row_lse - e.to(tl.float32), float("inf")))
