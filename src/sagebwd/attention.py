@@ -99,7 +99,7 @@ def sage_attention(
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
     mask = block_mask if block_mask.__class__ is Mask else None
     given = query, key, value, attn_mask, None, None, sinks
-    kind = None if block_mask is not mask else plans.kind_of(given, mask, recipe, window, *settings)
+    kind = None if block_mask is not mask else plans.kind_of(given, mask, recipe, window, settings)
     plan = PLANS.get(kind) if kind is not None and recipe == AUTO else None
     if plan is not None:  # torch's, however q, k and v lie
         counts[plan.answer] += 1
@@ -125,7 +125,7 @@ def sage_attention(
     )  # fmt: skip
     mask = mask_argument.checked(block_mask, checked.query, checked.key)
     if mask is not block_mask:  # a BlockMask, read now
-        kind = plans.kind_of(given, mask, recipe, window, *settings)
+        kind = plans.kind_of(given, mask, recipe, window, settings)
         spec = plans.laid_out(kind, given)
         plan = None if spec is None else PLANS.get(spec)
     plan = plan or _planned(kind, spec, checked, sinks)

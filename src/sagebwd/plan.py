@@ -33,8 +33,8 @@ from sagebwd.reference import sinks as epilogue
 PLAIN = (Tensor, torch.nn.Parameter)
 # What every call asks torch, without the way there.
 STRIDED = torch.strided
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_is_deterministic = torch.are_deterministic_algorithms_enabled
+_is_traced, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms
 _count_of_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 _transforms = torch._C._functorch.peek_interpreter_stack
 # Programs of a plan's backward: kinds of dO, and masks whose lists differ in shape.
@@ -43,7 +43,7 @@ MOST_PROGRAMS = 32
 
 def kind_of(
     tensors: tuple[Tensor | None, ...], mask: Mask | None, recipe: str | Recipe, window: tuple[int, int] | None,
-    *settings: Hashable,
+    settings: tuple[Hashable, ...],
 ) -> Hashable | None:  # fmt: skip
     """A call's specification but for how q, k and v lie in memory, of which torch's own attention knows.
 
@@ -53,7 +53,7 @@ def kind_of(
     Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks, then any others; mask, of a block_mask;
     settings, all else that a call is given.
     """
-    if _is_compiling():
+    if _is_traced():
         return None
     if _count_of_modes():
         flops.register()  # for a mode that counts them
@@ -93,8 +93,10 @@ def kind_of(
         first = elements if tiles is None else tiles
         rest += tiles is None, first.shape, first.stride(), elements.dtype, elements.device, blocks.shape, keys.shape
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        trains = q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        rest += grad and trains, _is_deterministic()
+        trains = grad and (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        )
+        rest += trains, _is_deterministic()
         if q.is_cuda and agreement.due() is not None:
             dispatch.check_agreement(device)
     on = switches.current
@@ -123,9 +125,12 @@ def laid_out(kind: Hashable | None, tensors: tuple[Tensor | None, ...]) -> Hasha
     return tuple(spec)
 
 
-def spec_of(tensors: tuple[Tensor | None, ...], *given: object) -> Hashable | None:
+def spec_of(
+    tensors: tuple[Tensor | None, ...], mask: Mask | None, recipe: str | Recipe, window: tuple[int, int] | None,
+    *settings: Hashable,
+) -> Hashable | None:  # fmt: skip
     """A call's specification, or None, by one function; arguments as of `kind_of`."""
-    return laid_out(kind_of(tensors, *given), tensors)
+    return laid_out(kind_of(tensors, mask, recipe, window, settings), tensors)
 
 
 class Piece(NamedTuple):
