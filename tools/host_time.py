@@ -5,7 +5,9 @@
 Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a recipe prints
 what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without; `mixed-masks` by
 `mixed` on Hopper's kernels, and `new-masks` how
-long calls take, the device's part included, under masks of each kind, beside torch's `create_block_mask`.
+long calls take, the device's part included, under masks of each kind, beside torch's `create_block_mask`. `auto`
+prints what calls by it cost beside torch's own of the same: on a CPU, where `auto` hands them over, the package's part
+of that.
 
 With ``--cuda`` it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
 attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the
@@ -208,6 +210,26 @@ def measure_masks(
     return microseconds(calls, device, rounds, ms)
 
 
+def measure_auto(rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu") -> dict[str, float]:
+    """Microseconds of small calls by `auto`, and of torch's function, which is given a window's mask as it is."""
+    batch, tokens, head_dim = (2, 256, 64) if device == "cuda" else (1, 8, 16)
+    q, *grouped = (torch.randn(batch, heads, tokens, head_dim, device=device) for heads in (8, 2, 2))
+    if device == "cuda":
+        q, *grouped = (x.bfloat16() for x in (q, *grouped))
+    window, visible = (tokens // 2, 0), torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+    banded = visible.tril().triu(-window[0])
+    kinds: dict[str, tuple[list[torch.Tensor], dict, dict]] = {
+        "dense": ([q, q, q], {}, {}),
+        "grouped, causal": ([q, *grouped], *({"is_causal": True, "enable_gqa": True},) * 2),
+        "window": ([q, q, q], {"window": window}, {"attn_mask": banded}),
+    }
+    calls = {}
+    for name, (tensors, ours, theirs) in kinds.items():
+        calls[name] = partial(sage_attention, *tensors, **ours)
+        calls[f"{name}, torch"] = partial(F.scaled_dot_product_attention, *tensors, **theirs)
+    return microseconds(calls, device, rounds, ms)
+
+
 def _both(attend: Callable[[], torch.Tensor], leaves: list[torch.Tensor], do: torch.Tensor) -> None:
     """Forward and backward of a call, whose mask backward reads then."""
     torch.autograd.grad(attend(), leaves, do)
@@ -252,12 +274,14 @@ def main(arguments: list[str]) -> None:
     """Measure the recipes that are named, on a GPU with ``--cuda``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="run on the GPU that is there, an H100 or H200")
-    parser.add_argument("recipes", nargs="*", default=["mixed"], help="recipes, or of masks [default: mixed]")
+    parser.add_argument("recipes", nargs="*", default=["mixed"], help="recipes, or kinds of call [default: mixed]")
     given = parser.parse_args(arguments)
     on_hopper = partial(measure_masks, recipe="mixed", impl="hopper")
-    of_masks = {"masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks}
+    of_calls = {
+        "masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks, "auto": measure_auto,
+    }  # fmt: skip
     for text in given.recipes:
-        if text not in of_masks:
+        if text not in of_calls:
             try:
                 Recipe.parse(text)
             except ValueError as error:
@@ -267,7 +291,7 @@ def main(arguments: list[str]) -> None:
         if device == "cpu":
             take_driver(Path(folder))
             take_runtime(Path(folder))
-        found = {text: of_masks.get(text, partial(measure, text))(device=device) for text in given.recipes}
+        found = {text: of_calls.get(text, partial(measure, text))(device=device) for text in given.recipes}
         if device == "cuda":
             found["torch"] = measure_torch()
         for text, times in found.items():

@@ -100,7 +100,12 @@ def sage_attention(
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
     mask = block_mask if block_mask.__class__ is Mask else None
     given = query, key, value, attn_mask, None, None, sinks
-    spec = None if block_mask is not mask else plans.spec_of(given, mask, recipe, window, *settings)
+    kind = None if block_mask is not mask else plans.kind_of(given, mask, recipe, window, settings)
+    plan = PLANS.get(kind) if kind is not None and recipe == AUTO else None
+    if plan is not None:  # torch's, however q, k and v lie
+        counts[plan.answer] += 1
+        return plan.run(query, key, value, attn_mask)
+    spec = plans.laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, mask, return_lse)
@@ -121,10 +126,13 @@ def sage_attention(
     )  # fmt: skip
     mask = mask_argument.checked(block_mask, checked.query, checked.key)
     if mask is not block_mask:  # a BlockMask, read now
-        spec = plans.spec_of(given, mask, recipe, window, *settings)
-    if spec is None:
+        kind = plans.kind_of(given, mask, recipe, window, settings)
+        spec = plans.laid_out(kind, given)
+        plan = None if spec is None else PLANS.get(spec)
+    plan = plan or _planned(kind, spec, checked, sinks)
+    if plan is None:
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
-    return _run(PLANS.get(spec) or _planned(spec, checked, sinks), given, mask, return_lse)
+    return _run(plan, given, mask, return_lse)
 
 
 def sage_attention_varlen(
@@ -175,16 +183,25 @@ def sage_attention_varlen(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
         return_lse,
     )  # fmt: skip
-    if spec is None:
+    plan = _planned(None, spec, checked, sinks)
+    if plan is None:
         return _by_operators(checked, None, None, sinks, return_lse)
-    return _run(_planned(spec, checked, sinks), given, None, return_lse)
+    return _run(plan, given, None, return_lse)
 
 
-def _planned(spec: Hashable, checked: Arguments, sinks: Tensor | None) -> plans.Plan | plans.SdpaCall:
-    """The plan of a call, kept."""
+def _planned(
+    kind: Hashable | None, spec: Hashable | None, checked: Arguments, sinks: Tensor | None
+) -> plans.Plan | plans.SdpaCall | None:
+    """The plan of a call, kept: torch's of a dense call for its kind, another for its specification; None without."""
+    if kind is spec is None:
+        return None
     q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
     choice, packed = checked.choice(), checked.offsets[0] is not None
     contender = choice.contender
+    by_torch = contender is not None and contender not in PEERS
+    key = kind if by_torch and kind is not None else spec
+    if key is None:
+        return None
     if contender is None:
         padding = None
         if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
@@ -199,7 +216,7 @@ def _planned(spec: Hashable, checked: Arguments, sinks: Tensor | None) -> plans.
         else:
             run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
         plan = plans.SdpaCall(contender, run)
-    PLANS.put(spec, plan)
+    PLANS.put(key, plan)
     return plan
 
 

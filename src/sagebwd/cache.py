@@ -24,23 +24,33 @@ class Cache:
     """A least-recently-used cache that threads share."""
 
     def __init__(self, entries: int = ENTRIES) -> None:
-        self.entries, self._found, self._lock = entries, OrderedDict(), Lock()
+        # found: [value, how many had been put when it last moved to the end], the one that was used last at the end
+        self.entries, self._found, self._puts, self._lock = entries, OrderedDict(), 0, Lock()
 
     def get(self, key: Hashable) -> Any:
-        """The entry, or None, as for a key that cannot be hashed: settings in it have still to be refused."""
-        with self._lock:
-            try:
-                found = self._found.get(key)
-            except TypeError:
-                return None
-            if found is not None:
-                self._found.move_to_end(key)
-            return found
+        """The entry, or None, as for a key that cannot be hashed: settings in it have still to be refused.
+
+        Entries are dropped when one is put. So an entry moves to the end once between two, and other hits look it up
+        alone: without the lock, by one hash of the key.
+        """
+        try:
+            found = self._found.get(key)
+        except TypeError:
+            return None
+        if found is None:
+            return None
+        if found[1] != self._puts:
+            with self._lock:
+                if key in self._found:  # which no other thread has dropped
+                    self._found.move_to_end(key)
+                    found[1] = self._puts
+        return found[0]
 
     def put(self, key: Hashable, value: Any) -> None:
         """Keep an entry, and drop those that were used longest ago beyond the bound."""
         with self._lock:
-            self._found[key] = value
+            self._puts += 1
+            self._found[key] = [value, self._puts]
             self._found.move_to_end(key)
             while len(self._found) > self.entries:
                 self._found.popitem(last=False)
@@ -56,7 +66,7 @@ class Cache:
     def values(self) -> list[Any]:
         """Entries, the one that was used last at the end."""
         with self._lock:
-            return list(self._found.values())
+            return [value for value, _ in self._found.values()]
 
 
 def layout_of(x: Tensor | None) -> Hashable:

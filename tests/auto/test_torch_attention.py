@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sagebwd
 from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
 from sagebwd.auto import counts, torch_attention
 from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.model import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd.cache import PLANS
 from sagebwd.call import Ask
+from sagebwd.masks.band import Band
 from sagebwd.plan import spec_of
 from sagebwd.reference.metrics import relative_l2
 
@@ -85,6 +90,116 @@ def test_torch_computes_the_same_call(name, handed):
     assert counts.counts == {counts.TORCH: 2}
 
 
+@pytest.mark.parametrize(("options", "most"), [({}, 5), ({"is_causal": True}, 5), ({"window": (5, 0)}, 6)])
+def test_a_later_call_is_few_calls_above_torchs_function(options, most, monkeypatch):
+    """Of the package's own: to its kind and its plan, and to ask torch's order, which begins with who is to run it."""
+    exact = sage_attention(*draw(30, 30), enable_gqa=True, recipe="full", **options)
+    names = {int(backend): name for name, backend in torch_attention.BACKENDS.items()}
+    monkeypatch.setattr(dispatch, "contender_of", lambda *_: names[torch._C._get_sdp_priority_order()[0]])
+    first, made = [x.detach() for x in draw(30, 30)], []
+
+    def profile(frame, event, arg):
+        if event == "call" and f"{os.sep}sagebwd{os.sep}" in frame.f_code.co_filename:
+            made.append(frame.f_code.co_name)
+
+    for later in (False, True):
+        q, k, v = (x.clone() for x in first)
+        if later:
+            sys.setprofile(profile)
+        try:
+            out = sage_attention(q, k, v, enable_gqa=True, **options)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(made) - 1 <= most, made
+    torch.testing.assert_close(out, exact.detach())
+
+
+def side_by_side(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_what_torch_runs_has_one_plan_however_its_inputs_lie(handed):
+    """Also where torch keeps a sign apart, and zeros; who runs a call does not depend on the calls before."""
+    tensors = [x.detach() for x in draw(30, 30)]
+    given = {
+        "as they are": tensors,
+        "heads of a token side by side": list(map(side_by_side, tensors)),
+        "not at 16 bytes": [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in tensors],
+        "a sign": [torch._neg_view(-x) for x in tensors],
+        "zeros": [torch._efficientzerotensor(tensors[0].shape), *tensors[1:]],
+    }
+    for name, (q, k, v) in given.items():
+        exact = F.scaled_dot_product_attention(q.clone(), k.clone(), v.clone(), enable_gqa=True)
+        torch.testing.assert_close(sage_attention(q, k, v, enable_gqa=True), exact, msg=name)
+    assert len(PLANS) == 1
+    assert counts.counts == {counts.TORCH: len(given)}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_inputs_that_do_not_go_together_are_refused_whatever_was_planned(handed):
+    """Of the shapes of a call that has a plan."""
+    q, k, v = (x.detach() for x in draw(30, 30))
+    nested = torch.nested.as_nested_tensor(list(q), layout=torch.strided)
+    for _ in range(2):
+        for given, error in (
+            ((q, k.double(), v), TypeError), ((q, k, v.to("meta")), ValueError),
+            ((q, k, v.to_sparse()), NotImplementedError), ((nested, k, v), NotImplementedError),
+            ((q, k, v.tolist()), TypeError),
+        ):  # fmt: skip
+            with pytest.raises(error):
+                sage_attention(*given, enable_gqa=True)
+        for wrong in ({"is_causal": 0}, {"scale": True}, {"return_lse": 0}, {"enable_gqa": 1}, {"dropout_p": False}):
+            with pytest.raises(TypeError):
+                sage_attention(q, k, v, **({"enable_gqa": True, "scale": 1.0} | wrong))
+        sage_attention(q, k, v, enable_gqa=True)
+        sage_attention(q, k, v, enable_gqa=True, scale=1.0)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that write memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+SIDES = (None, 0, 1, 3, 15, 16, 17, 40, 1 << 30)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 16, 17, 33])
+def test_a_bands_bias_hides_what_the_band_hides(queries, monkeypatch):
+    """In two launches, at places that torch's kernels read as they are, and in little more memory than it shows."""
+    monkeypatch.setattr(torch_attention, "_MOST_ROOM", 64)
+    for keys in (1, 15, 16, 17, 33, 50):
+        key_places, query = torch.arange(keys), torch.zeros(1, 2, queries, 4, dtype=torch.bfloat16)
+        for left in SIDES:
+            for right in SIDES:
+                band = Band(None if left is None else -left, right)
+                with Launches() as launches:
+                    bias = torch_attention.BandBias.of(band, queries, keys).made(query)
+                assert launches.count == 2
+                seen = band.mask(torch.arange(queries), key_places)
+                exact = torch.zeros(queries, keys, dtype=torch.bfloat16)
+                assert torch.equal(bias, exact if seen is None else exact.masked_fill(~seen, float("-inf")))
+                assert bias.stride(0) % 16 == bias.storage_offset() % 16 == 0
+                assert bias.untyped_storage().nbytes() <= 2 * queries * (queries + keys + 2 * 16)
+
+
+def test_a_bias_of_many_queries_and_few_keys_is_not_made():
+    """It takes as many elements as queries by queries."""
+    assert torch_attention.BandBias.of(Band(-1999, 0), 2000, 2000).stride <= 4000
+    assert torch_attention.BandBias.of(Band(-65500, 0), 65536, 64) is None
+    q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 2, 8, 16)
+    exact = sage_attention(q, k, k, window=(195, 2), recipe="full")
+    assert arguments.choice_of(q, k, k, window=(195, 2))[0].contender == "torch"
+    for _ in range(2):
+        torch.testing.assert_close(sage_attention(q, k, k, window=(195, 2)), exact)
+
+
 on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -111,6 +226,20 @@ def test_torch_computes_the_same_call_on_a_gpu(name, handed):
     graph.replay()
     for found in (first, later, captured):
         for actual, exact in zip(found, expected):
+            assert relative_l2(actual, exact) < 0.02
+
+
+@pytest.mark.parametrize("backend", [pytest.param(x, marks=on_a_gpu) for x in ("cudnn", "efficient")])
+@pytest.mark.parametrize("tokens", [(352, 352), (77, 333)])
+@pytest.mark.parametrize("window", [(70, 0), (9, 4), (-1, 5), (30, -1)])
+@pytest.mark.parametrize("width", [64, 72])
+def test_windows_by_each_backend_on_a_gpu(backend, tokens, window, width, monkeypatch):
+    """As recipe "full" of Triton's kernels, forward and backward: each reads the bias as it lies."""
+    tensors, options = on_gpu(draw(*tokens, dim=width), {"window": window})
+    expected = outcome(tensors, **options, recipe="full")
+    monkeypatch.setattr(dispatch, "contender_of", lambda *_: backend)
+    for _ in range(2):
+        for actual, exact in zip(outcome(tensors, **options), expected):
             assert relative_l2(actual, exact) < 0.02
 
 

@@ -342,6 +342,27 @@ def test_a_cache_drops_what_was_used_longest_ago():
     assert len(cache) == 3
 
 
+def test_a_hit_takes_no_lock_until_another_entry_is_put(monkeypatch):
+    """Nor does a miss."""
+    cache, taken = Cache(3), []
+    for key in "abc":
+        cache.put(key, key)
+
+    class Counted:
+        def __enter__(self):
+            taken.append(1)
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(cache, "_lock", Counted())
+    for key in "abc" * 3:
+        assert cache.get(key) == key
+    assert cache.get("d") is None
+    assert len(taken) == 2, "c was put last"
+    assert cache.values() == ["c", "a", "b"]
+
+
 def test_threads_share_a_cache():
     cache = Cache(8)
 

@@ -23,9 +23,16 @@ import torch.distributed as dist
 KEY = "sagebwd/auto/{}"
 """Where the first process's facts are, by how many groups this process has asked: a store may outlive its group."""
 
+_AVAILABLE = dist.is_available()
 _lock = threading.Lock()
 _asked: weakref.ref[object] | None = None  # the group that was asked last
 _count = 0
+
+
+def due() -> dist.ProcessGroup | None:
+    """The default group, if there is one and this process has not asked in it."""
+    group = dist.group.WORLD if _AVAILABLE else None
+    return None if group is None or (_asked is not None and group is _asked()) else group
 
 
 def check(facts_of: Callable[[torch.device], dict[str, str]], device: torch.device) -> None:
@@ -34,11 +41,11 @@ def check(facts_of: Callable[[torch.device], dict[str, str]], device: torch.devi
     Args: facts_of, what its choices on a device follow from, by name.
     """
     global _asked, _count
-    group = dist.group.WORLD if dist.is_available() else None
-    if group is None or (_asked is not None and group is _asked()):
+    if due() is None:
         return
     with _lock:
-        if _asked is not None and group is _asked():
+        group = due()
+        if group is None:
             return
         _asked, _count, number = weakref.ref(group), _count + 1, _count
     try:

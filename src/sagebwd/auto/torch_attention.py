@@ -31,8 +31,10 @@ from sagebwd.plan import device_of
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
 _sdpa = torch._C._nn.scaled_dot_product_attention
-# Elements of a mask that is made for a call: 2048 queries and keys, four megabytes.
+# Elements of a mask that is made for a call: 2048 queries and keys.
 MOST_ELEMENTS = 1 << 22
+# Elements at whose multiples rows of a bias begin, and how many times its own it may take.
+_ALIGNED, _MOST_ROOM = 16, 4
 # torch.nn.attention.SDPBackend's, without its import.
 BACKENDS = {
     CUDNN: torch._C._SDPBackend.CUDNN_ATTENTION, FLASH: torch._C._SDPBackend.FLASH_ATTENTION,
@@ -92,14 +94,69 @@ def way_of(
 
 def dense(way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The output; mask (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), boolean or additive."""
-    if way.keys is not None:
-        key, value = key[:, :, : way.keys], value[:, :, : way.keys]
-    if way.band is not None:
-        mask = _banded(way.band, query, key, mask)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}  # in a trace a symbol is no flag
-    return _sdpa(query, key, value, mask, way.dropout_p, way.is_causal, scale=scale, **grouped)
+    return _dense(way, query.shape[1] != key.shape[1], scale)(query, key, value, mask)
+
+
+def _dense(way: Way, grouped: bool, scale: float, bias: BandBias | None = None) -> Callable[..., Tensor]:
+    """`dense` of (query, key, value, mask, ...); grouped: of fewer key than query heads; bias: of way's band."""
+    keys, band, dropout_p = way.keys, way.band if bias is None else None, way.dropout_p
+    options = {"is_causal": way.is_causal, "scale": scale}
+    if grouped:
+        options["enable_gqa"] = True  # in a trace a symbol is no flag
+
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
+        if keys is not None:
+            key, value = key[:, :, :keys], value[:, :, :keys]
+        if bias is not None:
+            mask = bias.made(query)
+        elif band is not None:
+            mask = _banded(band, query, key, mask)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)
+        return _sdpa(query, key, value, mask, dropout_p, **options)
+
+    return run
+
+
+class BandBias(NamedTuple):
+    """A band as the bias that torch adds to the scores, 0 or -inf, and how it lies in memory, in elements.
+
+    Equal rows of ``stride + 1`` elements are read as rows of ``stride``: each begins one element earlier in what
+    repeats, so the band moves on by one key from query to query. That takes two launches. A boolean mask takes three,
+    and torch two more to make a bias of it. ``first`` and ``stride`` are multiples of `_ALIGNED`, as torch's kernels
+    read a bias without a copy.
+
+    shape: (tokens, kv_tokens). first: where query 0 and key 0 meet. seen: where the elements of a row begin that are
+    0, and how many there are.
+    """
+
+    shape: tuple[int, int]
+    stride: int
+    first: int
+    seen: tuple[int, int]
+
+    @classmethod
+    def of(cls, band: Band, queries: int, keys: int) -> BandBias | None:
+        """Of a band with lower <= 0 <= upper; None where it takes more than `_MOST_ROOM` times its elements."""
+        lower = 1 - queries if band.lower is None else max(band.lower, 1 - queries)
+        upper = keys - 1 if band.upper is None else min(band.upper, keys - 1)
+        first = _aligned(-lower)
+        # the last key of query 0 is in the same row; key 0 of the last query is behind the zeros of the row before
+        stride = _aligned(max(first + keys, queries + upper))
+        if stride > _MOST_ROOM * keys:
+            return None
+        return cls((queries, keys), stride, first, (first + lower, upper - lower + 1))
+
+    def made(self, query: Tensor) -> Tensor:
+        """(tokens, kv_tokens) in query's dtype."""
+        (queries, _), stride, first, (start, width) = self
+        bias = query.new_full((queries, stride + 1), float("-inf"))
+        bias.as_strided((queries, width), (stride + 1, 1), start).zero_()
+        return bias.as_strided(self.shape, (stride, 1), first)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED
 
 
 def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -123,14 +180,13 @@ def settled(
     instead: of the same, who runs what a peer refuses; None for torch. A window's mask is made in each call: one that
     was kept could be freed under a CUDA graph that reads it.
     """
-
-    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: None) -> Tensor:
-        return dense(way, query, key, value, mask, scale)
-
+    grouped = query.shape[1] != key.shape[1]
+    has_bias = way.band is not None and mask is None
+    run = _dense(way, grouped, scale, BandBias.of(way.band, query.shape[2], key.shape[2]) if has_bias else None)
     if contender in BACKENDS:
         with suppress(RuntimeError):  # of no backend at all, which the call itself says
             # a first choice sets the order that this GPU has, which a call with another order would undo
-            torch._fused_sdp_choice(query, key, value, enable_gqa=query.shape[1] != key.shape[1])
+            torch._fused_sdp_choice(query, key, value, enable_gqa=grouped)
         return partial(preferring, int(BACKENDS[contender]), run)
     if contender not in PEERS:
         return run

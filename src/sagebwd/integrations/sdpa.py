@@ -35,7 +35,7 @@ from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import PEERS
 from sagebwd.cache import Cache
 from sagebwd.kernels import capabilities
-from sagebwd.plan import spec_of
+from sagebwd.plan import kind_of
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
@@ -401,7 +401,7 @@ def _is_finite_number(scale: object) -> bool:
 
 def _reason_of_kind(call: SdpaCall, window: tuple[int, int] | None, settings: SdpaReplacement) -> str | None:
     """`_reason_in_implementation`, worked out once for calls that differ in what tensors hold alone."""
-    kind = spec_of((*call[:4], None, None, None), None, settings.recipe, window, *call[4:])
+    kind = kind_of((*call[:4], None, None, None), None, settings.recipe, window, call[4:])
     if kind is None:  # a trace must not look at what is cached: dynamo would compile anew whenever there is more
         return _reason_in_implementation(call, window, settings)
     found = settings._reasons.get(kind)
