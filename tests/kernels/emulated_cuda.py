@@ -48,8 +48,9 @@ def _library(source: Source) -> ctypes.CDLL:
     text = "#define EMULATED\n" + HEADER.read_text(encoding="utf-8") + source.text
     text += f"static void call_kernel(void** arguments) {{ {source.name}({given}); }}\n"
     macros = [f"-D{name}={value}" for name, value in source.macros]
-    # optimised further they take longer to compile than they save
-    command = [COMPILER, "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", *macros]
+    # optimised further they take longer to compile than they save; fortified, a jump to another stack is refused
+    options = ["-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+    command = [COMPILER, *options, *macros]
 
     with tempfile.TemporaryDirectory(prefix="sagebwd-emulated-") as folder:
 
