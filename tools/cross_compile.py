@@ -258,7 +258,8 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
     JITFunction.run = record
     impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
-    if gluon and call.head_dim != call.value_dim:  # a portable forward would have them filled up to one number
+    # a portable forward is in the table of machine code; of two head_dims it would have them filled up to one number
+    if gluon and (until in ("ttgir", "ptx") or call.head_dim != call.value_dim):
         impl, saved = "hopper/hopper", left_of(call, inputs)
     else:
         saved = kernel_call.forward(impl, call, inputs)
