@@ -6,8 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+# Of two operands of one of these types the result has it too, whatever the operation.
+CLOSED = {"fp32", *(f"{sign}{bits}" for sign in ("int", "uint") for bits in (8, 16, 32, 64)), "int1"}
 
 
 def hasten() -> None:
@@ -16,6 +21,9 @@ def hasten() -> None:
     _patch_once_a_launch()
     _look_types_up()
     _describe_blocks_once()
+    _call_functions_directly()
+    _leave_equal_operands()
+    _convert_bfloat16()
 
 
 def _drop_overflow_checks() -> None:
@@ -83,3 +91,67 @@ def _describe_blocks_once() -> None:
         self.shape, self.numel = type.of_tensors if type.is_block() else of_scalars
 
     tl.block_type.__init__, tl.tensor.__init__ = block, tensor
+
+
+def _call_functions_directly() -> None:
+    """A function of the language gets the interpreter's semantic, which its wrapper then need not look for."""
+
+    def attribute(of: object, name: str, member: Callable, _builder: object, scope: object) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: object, **kwargs: object) -> object:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(of, name, call)
+
+    interpreter._patch_attr = attribute
+
+
+def _leave_equal_operands() -> None:
+    """Operands of one type are not cast, nor broadcast where they have one shape; a number takes a tensor's type."""
+    check, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+
+    def like(self: TritonSemantic, number: object, tensor: tl.tensor) -> object:
+        name, kind = tensor.dtype.name, type(number)
+        if (name == "fp32" and kind in (int, float)) or (
+            name == "int32" and kind is int and -(2**31) <= number < 2**31
+        ):
+            return self.scalar_constant(number, tensor.dtype)
+        return number
+
+    def checked(self: TritonSemantic, lhs: object, rhs: object, *args: object, **kwargs: object) -> tuple:
+        if isinstance(lhs, tl.tensor) and not isinstance(rhs, tl.tensor):
+            rhs = like(self, rhs, lhs)
+        elif isinstance(rhs, tl.tensor) and not isinstance(lhs, tl.tensor):
+            lhs = like(self, lhs, rhs)
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
+            name = lhs.dtype.name
+            if name in CLOSED and name == rhs.dtype.name:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    def broadcasted(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple:
+        a, b = lhs.type, rhs.type
+        if a.is_block() == b.is_block() and (not a.is_block() or a.shape == b.shape):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = checked, broadcasted
+
+
+def _convert_bfloat16() -> None:
+    """From FP32 and to it, where the interpreter takes every number's sign, exponent and fraction apart.
+
+    FP32 is cut off, as the interpreter cuts it.
+    """
+    convert = interpreter._convert_float
+
+    def converted(x: np.ndarray, of: tl.dtype, to: tl.dtype, rounding: object) -> np.ndarray:
+        if rounding is None and (of.name, to.name) == ("bf16", "fp32"):
+            return x.view(np.uint16).astype(np.uint32) << 16
+        if rounding is None and (of.name, to.name) == ("fp32", "bf16"):
+            return (x.view(np.uint32) >> 16).astype(np.uint16)
+        return convert(x, of, to, rounding)
+
+    interpreter._convert_float = converted

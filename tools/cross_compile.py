@@ -4,10 +4,10 @@
 "hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
 too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
 `tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" no machine code is made, and a line has
-the "assembly" alone, with "ptx" that text. "loops" has instructions, `stall_cycles` and registers stored and loaded of
-each loop with products, "assembly" the inline assembly that takes several elements at once. It runs in a process of
-its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers
-several.
+the "assembly" alone, with "ptx" that text; with "forward" backward is left out. "loops" has instructions,
+`stall_cycles` and registers stored and loaded of each loop with products, "assembly" the inline assembly that takes
+several elements at once. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be
+compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
         "instructions_in_loops": sum(loop.total() for loop in loops),
         "registers": registers(kernel),
         "assembly": packed_assembly(kernel.asm["ttgir"]),
+        "ptx": kernel.asm["ptx"],
         "loops": [
             {
                 "instructions": loop.total(),
@@ -233,7 +234,7 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
     Then those that the deterministic mode has instead. Where ``until`` is "ttgir", their names and `packed_assembly`,
-    where it is "ptx", names and texts.
+    where it is "ptx", names and texts; where it is "forward", machine code of that direction.
     """
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found, known, deterministic = [], set(), False
@@ -257,10 +258,13 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
     JITFunction.run = record
     impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
-    if gluon and call.head_dim != call.value_dim:  # a portable forward would have them filled up to one number
+    # a portable forward is in the table of machine code; of two head_dims it would have them filled up to one number
+    if gluon and (until in ("ttgir", "ptx") or call.head_dim != call.value_dim):
         impl, saved = "hopper/hopper", left_of(call, inputs)
     else:
         saved = kernel_call.forward(impl, call, inputs)
+    if until == "forward":
+        return found
     kernel_call.backward(impl, call, saved, inputs)
     if gluon:  # the forward itself, in CuTe DSL, is another compiler's
         launch_quantize_k(
@@ -316,7 +320,7 @@ if __name__ == "__main__":
             parser.add_argument(name)
         parser.add_argument("form", nargs="?", default="causal", choices=(*FORMS, *KINDS), metavar="form")
         parser.add_argument("tokens", nargs="?", type=int, default=256)
-        parser.add_argument("until", nargs="?", default="cubin", choices=("ttgir", "ptx", "cubin"))
+        parser.add_argument("until", nargs="?", default="cubin", choices=("ttgir", "ptx", "cubin", "forward"))
         given = parser.parse_args()
         for name, accepted in (("arch", r"hopper|\d+"), ("head_dim", r"\d+(/\d+)?")):
             if not re.fullmatch(accepted, getattr(given, name)):
@@ -326,4 +330,6 @@ if __name__ == "__main__":
         except ValueError as error:
             parser.error(str(error))
         for row in rows(**vars(given)):
+            if given.until != "ptx":
+                row.pop("ptx", None)
             print(json.dumps(row))

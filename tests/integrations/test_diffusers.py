@@ -1,9 +1,5 @@
 """Wan, Flux, Cosmos and LTX under the backend "sagebwd": as under "native", masks and training included."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -20,6 +16,7 @@ from diffusers.models.attention_dispatch import attention_backend, dispatch_atte
 
 from sagebwd.integrations import diffusers as integration
 from sagebwd.reference.metrics import relative_l2
+from tests import programs
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry
 NATIVE = attention_dispatch.AttentionBackendName.NATIVE
@@ -319,9 +316,9 @@ with attention_backend("native"):
 """
 
 
-def test_environment_variable():
-    environment = os.environ | {"DIFFUSERS_ATTN_BACKEND": "sagebwd"}
-    subprocess.run([sys.executable, "-c", ENVIRONMENT], env=environment, check=True)
+def test_environment_variable(tmp_path):
+    done = programs.run(ENVIRONMENT, tmp_path, DIFFUSERS_ATTN_BACKEND="sagebwd")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["_AttentionBackendRegistry", "AttentionBackendName"])

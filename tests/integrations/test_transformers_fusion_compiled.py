@@ -14,7 +14,7 @@ from tests.kernels.test_norm_rope_codes import stand_in  # noqa: F401, a fixture
 from tests.test_norm_rope_attention_ops import BACKWARD, DEVICE, OPERATOR, Seen, traces_of_2_11  # noqa: F401, a fixture
 
 pytestmark = [
-    pytest.mark.rounding, pytest.mark.usefixtures("registered"), *([pytest.mark.gpu] if DEVICE == "cuda" else [])
+    pytest.mark.usefixtures("registered"), *([pytest.mark.gpu] if DEVICE == "cuda" else [])
 ]  # fmt: skip
 # What stands in a graph in the operator's place where a call is composed.
 COMPOSED = {torch.ops.sagebwd.qk_norm_rope.default, torch.ops.sagebwd.attention.default}

@@ -133,7 +133,6 @@ def test_documents_that_differ_between_queries_and_keys_are_refused():
         transformers_torch.documents_of_wide_heads(q, q, q, *offsets, 5, 4, {"is_causal": True})
 
 
-@pytest.mark.rounding
 def test_compiled():
     expected = outcome(gemma4())
     torch._dynamo.reset()

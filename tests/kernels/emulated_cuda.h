@@ -1,6 +1,7 @@
 // CUDA C++ on a CPU: the threads of a block are fibers, which wait for one another at products of a
 // warp and at barriers. Copies are done when they are waited for, so waits and barriers that are missing show.
 #include <math.h>
+#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -23,17 +24,19 @@ struct Index { int x; };
 static const int MOST_THREADS = 1024;
 static u8 shared_memory[256 << 10];
 static Index threadIdx, blockIdx, gridDim;
-static ucontext_t scheduler, fibers[MOST_THREADS];
-static bool ended[MOST_THREADS];
+// A context begins a fiber; from then on jumps change fibers, as they need no system call.
+static ucontext_t fibers[MOST_THREADS];
+static jmp_buf scheduler, places[MOST_THREADS];
+static bool begun[MOST_THREADS], ended[MOST_THREADS];
 static int block_threads;
 
-// A place where a group of threads meets, and what each brought there.
-struct Meeting { int count, round; u32 brought[32][16]; };
+// A place where a group of threads meets, and what each brought there: in turns, as some still read what they saw last.
+struct Meeting { int count, round; u32 brought[2][32][16]; };
 static Meeting warps[MOST_THREADS / 32], pairs[MOST_THREADS / 64], whole;
 
 static void step_aside() {
   const int me = threadIdx.x;
-  swapcontext(&fibers[me], &scheduler);
+  if (!_setjmp(places[me])) _longjmp(scheduler, 1);
   threadIdx.x = me;
 }
 static void meet(Meeting& at, int members) {
@@ -43,14 +46,14 @@ static void meet(Meeting& at, int members) {
 }
 static Meeting& own_warp() { return warps[threadIdx.x / 32]; }
 static int lane_of_thread() { return threadIdx.x & 31; }
-// Bring some words and see everybody's; `seen` ends the meeting.
+// Bring some words and see everybody's, until the meeting after the next.
 static u32 (*bring(const u32* x, int words))[16] {
   Meeting& warp = own_warp();
-  memcpy(warp.brought[lane_of_thread()], x, words * 4);
+  u32 (*brought)[16] = warp.brought[warp.round & 1];
+  memcpy(brought[lane_of_thread()], x, words * 4);
   meet(warp, 32);
-  return warp.brought;
+  return brought;
 }
-static void seen() { meet(own_warp(), 32); }
 static void __syncthreads() { meet(whole, block_threads); }
 static void wait_for_pair(int pair) { meet(pairs[pair], 64); }
 
@@ -70,9 +73,7 @@ static float2 make_float2(float x, float y) { float2 z = {x, y}; return z; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static u32 from_lane_xor_word(u32 x, int mask) {
-  const u32 y = bring(&x, 1)[lane_of_thread() ^ mask][0];
-  seen();
-  return y;
+  return bring(&x, 1)[lane_of_thread() ^ mask][0];
 }
 static float from_lane_xor(float x, int mask) { return as_float(from_lane_xor_word(as_word(x), mask)); }
 static int from_lane_xor(int x, int mask) { return (int)from_lane_xor_word((u32)x, mask); }
@@ -80,7 +81,6 @@ static bool __any_sync(u32, bool x) {
   const u32 given = x;
   u32 (*all)[16] = bring(&given, 1), found = 0;
   for (int i = 0; i < 32; i++) found |= all[i][0];
-  seen();
   return found != 0;
 }
 static u32 __byte_perm(u32 a, u32 b, u32 selector) {
@@ -94,11 +94,10 @@ static int __dp4a(int a, int b, int c) {
   return c;
 }
 
+static float fp16_of(u32 two, int n) { const u16 x = (u16)(two >> 16 * n); _Float16 y; memcpy(&y, &x, 2); return (float)y; }
 static float from_16bit(u16 x) {
 #if HALF
-  const int exponent = x >> 10 & 31, fraction = x & 1023;
-  const float y = exponent == 31 ? (fraction ? NAN : INF) : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
-  return x >> 15 ? -y : y;
+  return fp16_of(x, 0);
 #else
   return as_float((u32)x << 16);
 #endif
@@ -128,7 +127,6 @@ static u32 chosen_of_two(u32 a, u32 b, bool larger) {
 static u32 max_two(u32 a, u32 b) { return chosen_of_two(a, b, true); }
 static u32 min_two(u32 a, u32 b) { return chosen_of_two(a, b, false); }
 
-static float fp16_of(u32 two, int n) { const u16 x = (u16)(two >> 16 * n); _Float16 y; memcpy(&y, &x, 2); return (float)y; }
 static float from_fp16(u16 x) { return fp16_of(x, 0); }
 static u32 to_fp16(float low, float high) {
   const _Float16 two[2] = {(_Float16)low, (_Float16)high};
@@ -139,45 +137,39 @@ static u32 to_fp16(float low, float high) {
 static u32 add_fp16(u32 a, u32 b) { return to_fp16(fp16_of(a, 0) + fp16_of(b, 0), fp16_of(a, 1) + fp16_of(b, 1)); }
 
 // A product's fragments: row g or g + 8 of A, column g of B; four bytes, or two numbers of 16 bits, from 4 t or 2 t on.
-template <class T, class Sum, int K> static void product(Sum* c, const u32* a, u32 b0, u32 b1, Sum (*multiply)(T, T)) {
+template <class Number, int K> static void product(Number* c, const u32* a, u32 b0, u32 b1, Number (*read)(u32, int)) {
+  static Number brought[MOST_THREADS / 32][2][24][K];  // rows of A, then columns of B, by warp and turn
+  Number (*rows)[K] = brought[threadIdx.x / 32][own_warp().round & 1];
   const u32 given[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  u32 (*all)[16] = bring(given, 6);
   const int g = lane_of_thread() >> 2, t = lane_of_thread() & 3, per = K / 8;  // numbers a word
-  for (int r = 0; r < 4; r++) {
-    const int row = g + (r >> 1) * 8, column = 2 * t + (r & 1);
-    for (int k = 0; k < K; k++) {
-      const int half = k / (K / 2), inside = k % (K / 2), lane = inside / per, at = inside % per;
-      T x, y;
-      memcpy(&x, (u8*)&all[(row & 7) * 4 + lane][(row >> 3) + 2 * half] + at * sizeof(T), sizeof(T));
-      memcpy(&y, (u8*)&all[column * 4 + lane][4 + half] + at * sizeof(T), sizeof(T));
-      c[r] += multiply(x, y);
-    }
+  for (int i = 0; i < 6; i++) for (int n = 0; n < per; n++) {
+    const int row = g + (i < 4 ? i & 1 : 2) * 8, half = i < 4 ? i >> 1 : i & 1;
+    rows[row][half * (K / 2) + t * per + n] = read(given[i], n);
   }
-  seen();
+  meet(own_warp(), 32);
+  for (int r = 0; r < 4; r++) for (int k = 0; k < K; k++) c[r] += rows[g + (r >> 1) * 8][k] * rows[16 + 2 * t + (r & 1)][k];
 }
-static int of_codes(i8 x, i8 y) { return (int)x * (int)y; }
-static float of_16bit(u16 x, u16 y) { return from_16bit(x) * from_16bit(y); }
-static void mma(int* c, const u32* a, u32 b0, u32 b1) { product<i8, int, 32>(c, a, b0, b1, of_codes); }
+static int code_of(u32 four, int n) { return (i8)(four >> 8 * n); }
+static float of_16bit(u32 two, int n) { return from_16bit((u16)(two >> 16 * n)); }
+static void mma(int* c, const u32* a, u32 b0, u32 b1) { product<int, 32>(c, a, b0, b1, code_of); }
 static void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 b1) {
   if (first) for (int r = 0; r < 4; r++) c[r] = start[r];
   mma(c, a, b0, b1);
 }
-static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<u16, float, 16>(c, a, b0, b1, of_16bit); }
+static void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { product<float, 16>(c, a, b0, b1, of_16bit); }
 static void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
   for (int r = 0; r < 4; r++) c[r] = start[r];
   mma_16bit(c, a, b0, b1);
 }
-static float of_fp16(u16 x, u16 y) { return from_fp16(x) * from_fp16(y); }
 static void mma_fp16(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
   for (int r = 0; r < 4; r++) c[r] = start[r];
-  product<u16, float, 16>(c, a, b0, b1, of_fp16);
+  product<float, 16>(c, a, b0, b1, fp16_of);
 }
 
 static void add_rows(float* c, const u32* a) {
   u32 (*all)[16] = bring(a, 4);
   for (int r = 0; r < 4; r++) for (int lane = 0; lane < 4; lane++) for (int n = 0; n < 4; n++)
     c[r] += fp16_of(all[(lane_of_thread() & ~3) + lane][(r >> 1) + (n & 2)], n & 1);
-  seen();
 }
 
 static u32 shared_base() { return 0; }
@@ -191,7 +183,7 @@ static void load_matrices_as(u32* out, u32 at, bool transposed) {
     for (int b = 0; b < 2; b++) memcpy(&pair[b], shared_memory + all[i * 8 + 2 * w + b][0] + row * 2, 2);
     memcpy(&out[i], pair, 4);
   }
-  seen();
+  meet(own_warp(), 32);  // a warp reads its rows at once: none writes before
 }
 static void load_matrices(u32* out, u32 at) { load_matrices_as(out, at, false); }
 static void load_matrices_transposed(u32* out, u32 at) { load_matrices_as(out, at, true); }
@@ -236,6 +228,7 @@ static void** given_arguments;
 static void fiber() {
   call_kernel(given_arguments);
   ended[threadIdx.x] = true;
+  _longjmp(scheduler, 1);
 }
 extern "C" void run(int blocks, int threads, void** arguments) {
   const size_t room = 256 << 10;
@@ -249,12 +242,11 @@ extern "C" void run(int blocks, int threads, void** arguments) {
     memset(pairs, 0, sizeof(pairs));
     memset(&whole, 0, sizeof(whole));
     for (int i = 0; i < threads; i++) {
-      ended[i] = false;
+      begun[i] = ended[i] = false;
       copies[i].begin = copies[i].end = copies[i].group = 0;
       getcontext(&fibers[i]);
       fibers[i].uc_stack.ss_sp = stacks + room * i;
       fibers[i].uc_stack.ss_size = room;
-      fibers[i].uc_link = &scheduler;
       makecontext(&fibers[i], fiber, 0);
     }
     for (int left = threads; left;) {
@@ -262,7 +254,11 @@ extern "C" void run(int blocks, int threads, void** arguments) {
       for (int i = 0; i < threads; i++) {
         if (ended[i]) continue;
         threadIdx.x = i;
-        swapcontext(&scheduler, &fibers[i]);
+        if (!_setjmp(scheduler)) {
+          if (begun[i]) _longjmp(places[i], 1);
+          begun[i] = true;
+          setcontext(&fibers[i]);
+        }
         left += !ended[i];
       }
     }

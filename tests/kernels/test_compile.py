@@ -54,11 +54,18 @@ def launches(arch, head_dim, recipe, mask="causal"):
     return machine_code.launches((arch, head_dim, recipe, mask))
 
 
+def forward_of(arch, head_dim, recipe, mask="causal"):
+    rows = machine_code.launches((arch, head_dim, recipe, mask, "256", "forward"))
+    (row,) = (row for row in rows if row["kernel"] == "forward_kernel")
+    return row
+
+
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [
-        *((80, 64), (89, 128), (90, 128), (120, 64)),
-        *(slow(*row) for row in ((80, 128), (89, 64), (90, 64), (120, 128))),
+        *((89, 128), (90, 128), (120, 64)),
+        # of (80, 64) `make test` has a mask of elements
+        *(slow(*row) for row in ((80, 64), (80, 128), (89, 64), (90, 64), (120, 128))),
         *(slow(arch, head_dim) for arch in (86, 100) for head_dim in (64, 128)),
     ],
 )
@@ -84,8 +91,7 @@ def test_token_on(arch, head_dim):
 )
 def test_several_first_keys_on(arch, head_dim, mask):
     """One more INT8 product and one in 16 bit, before the loops."""
-    rows = launches(arch, head_dim, "token", mask)
-    (row,) = (row for row in rows if row["kernel"] == "forward_kernel")
+    row = forward_of(arch, head_dim, "token", mask)
     assert (row["int8_products"], row["float_products"]) == products("forward_kernel", head_dim), row
     assert row["shared_bytes"] <= SHARED_BYTES[arch], row
     whole = row["loops"][0]
@@ -94,8 +100,7 @@ def test_several_first_keys_on(arch, head_dim, mask):
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_first_keys_need_no_product(count):
-    rows = launches(80, 64, f"token(first_keys={count})")
-    (row,) = (row for row in rows if row["kernel"] == "forward_kernel")
+    row = forward_of(80, 64, f"token(first_keys={count})")
     assert (row["int8_products"], row["float_products"]) == PRODUCTS["forward_kernel"], row
 
 
@@ -140,6 +145,7 @@ def test_p_by_tile_and_ds_by_key():
     assert PRODUCTS.keys() <= kernels
 
 
+@pytest.mark.slow  # in every run 256 channels are compiled, of other products none in INT8
 def test_full_uses_no_int8():
     for row in launches(80, 64, "full"):
         assert row["int8_products"] == 0, row
@@ -147,9 +153,10 @@ def test_full_uses_no_int8():
 
 @pytest.mark.parametrize(
     ("dims", "mask", "pieces", "value_pieces", "of_dq", "spills"),
-    # those that the table compiles with this triton too, and with grouped heads two that it has with no triton
+    # those that the table compiles with this triton too, and with grouped heads two that it has with no triton; of 64
+    # `make test` has the PTX, in test_bounded_wait.py
     [
-        (64, "ungrouped", 1, 1, 1, 40),
+        slow(64, "ungrouped", 1, 1, 1, 40),
         (128, "ungrouped", 2, 2, 1, 40),
         slow(96, "causal", 3, 3, 2, 0),
         slow("192/128", "causal", 3, 2, 2, 100),

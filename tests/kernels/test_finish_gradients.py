@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-
 import pytest
 import torch
 
@@ -19,8 +16,8 @@ from sagebwd.kernels.sm90.operands import bwd_postprocess, finish_gradients
 from sagebwd.kernels.sm90.operands.finish_gradients import Tiles, launch_finish_gradients
 from tests.gpus import DEVICE, on_gpu
 from tests.kernels import emulated_cuda
+from tests.kernels.cubins import stack_bytes
 from tests.kernels.test_norm_rope_codes import CASES, Case, in_four
-from tools.cross_compile import BINARIES
 
 pytestmark = on_gpu
 # A thread's local memory, bytes: what does not fit its registers.
@@ -162,13 +159,8 @@ def test_keys_that_are_not_finite_make_nan_of_their_queries():
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("turned", [True, False])
-def test_compiled_it_spills_next_to_nothing(head_dim, turned, tmp_path, monkeypatch):
-    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+def test_compiled_it_spills_next_to_nothing(head_dim, turned, tmp_path):
     case, tiles = Case(head_dim), finish_gradients.TILES[head_dim]
     source = finish_gradients.source(head_dim, turned * head_dim, case.dtype, case.prologue(), tiles)
     assert source.shared_bytes * tiles.blocks_an_sm <= 226 << 10  # beside the 1 KiB of each block
-    cubin = tmp_path / "made.cubin"
-    cubin.write_bytes(nvrtc.machine_code(source, 90))
-    command = [BINARIES / "cuobjdump", "--dump-resource-usage", cubin]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(re.search(r"\bSTACK:(\d+)", text)[1]) <= STACK_BYTES
+    assert stack_bytes(source, 90, tmp_path) <= STACK_BYTES

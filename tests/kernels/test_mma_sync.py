@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-import re
 import subprocess
 
 import pytest
@@ -17,10 +16,10 @@ from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
 from tests.gpus import DEVICE, HAS_GPU, on_gpu
 from tests.kernels import emulated_cuda
+from tests.kernels.cubins import cubin, stack_bytes
 from tools.cross_compile import BINARIES, count, matrix_loops
 
 pytest.importorskip("triton")
-import triton
 
 from sagebwd.kernels.mma_sync import launch
 from sagebwd.kernels.mma_sync.variant import (
@@ -82,33 +81,30 @@ def test_every_variant_has_room_in_shared_memory(capability):
 # 89 has 86's variants, in BF16 as 80 and 120 have theirs
 @pytest.mark.parametrize("capability", [80, 86, pytest.param(89, marks=pytest.mark.slow), 120])
 @pytest.mark.parametrize(("direction", "head_dim", "int8_dp"), VARIANTS)
-def test_compiles_for(capability, direction, head_dim, int8_dp, tmp_path, monkeypatch):
-    """And machine code is read again from disk, where it is whole."""
-    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+def test_compiles_for(capability, direction, head_dim, int8_dp, tmp_path):
     asked = variant(direction, head_dim, capability, half=capability == 86, int8_dp=int8_dp)
-    made = nvrtc.machine_code(asked.source, capability)
-    (tmp_path / "made.cubin").write_bytes(made)
-    command = [BINARIES / "cuobjdump", "--dump-resource-usage", tmp_path / "made.cubin"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(re.search(r"\bSTACK:(\d+)", text)[1]) <= STACK_BYTES[direction]
+    assert stack_bytes(asked.source, capability, tmp_path) <= STACK_BYTES[direction]
+
+
+@needs_nvrtc
+def test_machine_code_is_read_again_from_disk_where_it_is_whole(tmp_path, monkeypatch):
+    source = variant(FINISH, 128, 80).source
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    made = nvrtc.machine_code(source, 80)
     (kept,) = (tmp_path / "cuda").iterdir()
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"compiled again")
-    assert nvrtc.machine_code(asked.source, capability) == made
+    assert nvrtc.machine_code(source, 80) == made
+    for other, capability in ((source._replace(macros=(*source.macros, ("OTHER", 1))), 80), (source, 90)):
+        assert nvrtc.machine_code(other, capability) == b"compiled again"
     kept.write_bytes(kept.read_bytes()[:-1])
-    assert nvrtc.machine_code(asked.source, capability) == b"compiled again"
+    assert nvrtc.machine_code(source, 80) == b"compiled again"
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
-def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path, monkeypatch):
+def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path):
     """Of 128 sums of dK and dV a thread 22 and more would be spilled around each step, without its fences."""
-    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    made = tmp_path / "backward.cubin"
-    made.write_bytes(nvrtc.machine_code(variant(BACKWARD, 128, capability, int8_dp=True).source, capability))
-    said = subprocess.run(
-        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", made], capture_output=True, text=True, check=True
-    ).stdout
-    assert int(re.search(r"STACK:(\d+)", said)[1]) <= 64
+    assert stack_bytes(variant(BACKWARD, 128, capability, int8_dp=True).source, capability, tmp_path) <= 64
 
 
 @needs_nvrtc
@@ -117,15 +113,13 @@ def test_an_int8_dp_keeps_its_sums_in_registers(capability, tmp_path, monkeypatc
     ("head_dim", "capability", "words"),
     [(128, 80, 4), (128, 89, 4), (128, 90, 4), (128, 120, 4), (64, 80, 8), (64, 90, 8)],
 )
-def test_a_forward_spills_next_to_nothing_in_its_loop(head_dim, capability, words, first_keys, tmp_path, monkeypatch):
+def test_a_forward_spills_next_to_nothing_in_its_loop(head_dim, capability, words, first_keys, tmp_path):
     """However many keys are apart: a word or two, where another NVRTC shares out registers otherwise.
 
     At 64 three thread blocks leave a thread 168 registers, so that it is a few addresses more.
     """
-    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    made = tmp_path / "forward.cubin"
     asked = variant(FORWARD, head_dim, capability, first_keys=first_keys)
-    made.write_bytes(nvrtc.machine_code(asked.source, capability))
+    made = cubin(asked.source, capability, tmp_path)
     text = subprocess.run([BINARIES / "nvdisasm", "-c", made], capture_output=True, text=True, check=True).stdout
     loop = count(max(matrix_loops(text.splitlines()), key=len))
     assert loop["IMMA"] == head_dim * asked.row_tiles // asked.split
@@ -139,7 +133,7 @@ def test_a_full_disk_costs_a_warning(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(nvrtc, "_keep", refuse)
-    assert nvrtc.machine_code(variant_of(FORWARD, 64, 80, half=False).source, 80)[:4] == b"\x7fELF"
+    assert nvrtc.machine_code(variant(FINISH, 128, 80).source, 80)[:4] == b"\x7fELF"
     assert "No space left" in caplog.text
 
 
