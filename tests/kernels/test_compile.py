@@ -153,10 +153,9 @@ def test_full_uses_no_int8():
 
 @pytest.mark.parametrize(
     ("dims", "mask", "pieces", "value_pieces", "of_dq", "spills"),
-    # those that the table compiles with this triton too, and with grouped heads two that it has with no triton; of 64
-    # `make test` has the PTX, in test_bounded_wait.py
+    # those that the table compiles with this triton too, and with grouped heads two that it has with no triton
     [
-        slow(64, "ungrouped", 1, 1, 1, 40),
+        (64, "ungrouped", 1, 1, 1, 40),
         (128, "ungrouped", 2, 2, 1, 40),
         slow(96, "causal", 3, 3, 2, 0),
         slow("192/128", "causal", 3, 2, 2, 100),

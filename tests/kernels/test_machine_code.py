@@ -31,8 +31,8 @@ COMPARED = [
 # Calls that `make test` compares, with the installed triton: those that test_compile.py compiles there too. The
 # others, and every call with another triton, are marked slow.
 QUICK = {
-    "hopper 128 mixed ungrouped", "89 128 token causal", "90 128 token causal", "120 64 token causal",
-    "89 128 paper causal",
+    "hopper 64 mixed ungrouped", "hopper 128 mixed ungrouped", "89 128 token causal", "90 128 token causal",
+    "120 64 token causal", "89 128 paper causal",
 }  # fmt: skip
 assert {machine_code.name_of(call) for calls in machine_code.CALLS.values() for call in calls} >= QUICK
 
