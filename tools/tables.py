@@ -788,9 +788,9 @@ def readme_tests() -> str:
     steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
     return (
         f"The GPU tests on two H200s on 2026-11-28: {counts} (most stand for combinations that others cover), some "
-        f"40 not run when time ended; of a newer tree, as far as time allowed, {newest}. That no call leaves a trace in later ones: of {steps} random calls, each "
-        f"compared with the same call in a fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, "
-        "an older tree."
+        f"40 not run when time ended; of a newer tree, as far as time allowed, {newest}. "
+        f"That no call leaves a trace in later ones: of {steps} random calls, each compared with the same call in a "
+        f"fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, an older tree."
     )
 
 
