@@ -323,6 +323,10 @@ def test_what_was_measured_here_comes_first(kept, caplog):
         (json.dumps({"rows": [{**ROW, "ms": 0}]}), "rows[0]: ms=0: expected a positive number or null"),
         (json.dumps({"rows": [{**ROW, "impl": None}]}), "rows[0]: impl=None: expected a text"),
         (json.dumps({"rows": [{**ROW, "others": {"fa4": "fast"}}]}), "others={'fa4': 'fast'}: expected names with"),
+        (json.dumps({"rows": [{**ROW, "kv_heads": 0}]}), "rows[0]: kv_heads=0: expected an integer, at least 1"),
+        (json.dumps({"rows": [{**ROW, "width": "a few"}]}), "rows[0]: width='a few': expected an integer or null"),
+        (json.dumps({"rows": [{**ROW, "kv_tokens": -1}]}), "rows[0]: kv_tokens=-1: expected an integer or null"),
+        (json.dumps({"rows": [{**ROW, "picked": []}]}), "rows[0]: picked=[]: expected a text"),
         (None, "IsADirectoryError: "),
     ],
 )

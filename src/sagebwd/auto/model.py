@@ -55,9 +55,9 @@ class Work(NamedTuple):
 class Size(NamedTuple):
     """How large a call is that others compute too.
 
-    queries, keys: tokens of a sequence, of packed ones the mean, rounded up. heads, kv_heads: of all together. width: of
-    a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large to make. longest:
-    keys of the longest packed sequence, 0 where all are alike.
+    queries, keys: tokens of a sequence, of packed ones the mean, rounded up. heads, kv_heads: of all sequences
+    together. width: of a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large
+    to make. longest: keys of the longest packed sequence, 0 where all are alike.
     """
 
     queries: int
@@ -237,9 +237,9 @@ def _checked(content: object) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f"rows[{number}]: expected an object, got {row!r}")
         for name, (accepts, accepted) in _COLUMNS.items():
-            if name not in row:
+            if name not in row and name not in _LATER_COLUMNS:
                 raise ValueError(f"rows[{number}]: {name} is missing; expected {accepted}")
-            if not accepts(row[name]):
+            if name in row and not accepts(row[name]):
                 raise ValueError(f"rows[{number}]: {name}={row[name]!r}: expected {accepted}")
         if not _are_times(row.get("others", {})):
             raise ValueError(f"rows[{number}]: others={row['others']!r}: expected names with pairs of times")
@@ -268,7 +268,12 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
     **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
     **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, "a positive number or null")),
+    "kv_heads": (_is_count, "an integer, at least 1"),
+    **dict.fromkeys(("kv_tokens", "width"), (lambda x: x in (0, None) or _is_count(x), "an integer or null")),
+    "picked": (lambda x: isinstance(x, str), "a text"),
 }
+# Those that older files lack.
+_LATER_COLUMNS = "kv_heads", "kv_tokens", "width", "picked"
 
 
 def kept_at(card: str, torch_version: str) -> Path:
