@@ -461,6 +461,15 @@ def test_sparse_tensors_are_refused_by_name(name, dims):
             read_mask(given[name])
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "sinks"])
+def test_nested_tensors_are_refused_by_name(name):
+    """Regression: RuntimeError "Internal error: NestedTensorImpl doesn't support sizes"."""
+    x, nested = torch.randn(1, 2, 4, 8), torch.nested.nested_tensor([torch.ones(4, 4), torch.ones(2, 4)])
+    for function in (sage_attention, explain):
+        with pytest.raises(NotImplementedError, match=f"{name}: nested tensors are not supported"):
+            function(x, x, x, **{name: nested})
+
+
 @pytest.mark.parametrize("name", ["query", "cu_seqlens_k"])
 def test_sparse_tensors_of_packed_sequences_are_refused_by_name(name):
     x, offsets = torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)

@@ -156,9 +156,13 @@ def packed_arguments_of(
         and rows
         and _may_hand_over(ask, query, key, return_lse or sinks is not None)
     ):
-        by_torch = torch_attention.takes_packed(ask.head_dim, ask.value_dim, query.shape[1] != key.shape[1])
+        grouped = False
+        if query.shape[1] != key.shape[1]:  # in a trace a symbol is no flag
+            grouped = True
+        by_torch = torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped)
         heads = count * query.shape[1], count * key.shape[1]
-        size = Size(query.shape[0] // count, key.shape[0] // count, *heads, by_torch=by_torch, longest=lengths[1])
+        means = [-(-x.shape[0] // count) for x in (query, key)]  # at least 1, where most sequences have no token
+        size = Size(*means, *heads, by_torch=by_torch, longest=lengths[1])
     return Arguments(query, key, value, None, offsets, lengths, is_causal, scale, window, ask, size, None)
 
 

@@ -64,7 +64,7 @@ class Cache:
         return len(self._found)
 
     def values(self) -> list[Any]:
-        """Entries, the one that was used last at the end."""
+        """Entries, the one that would be dropped last at the end."""
         with self._lock:
             return [value for value, _ in self._found.values()]
 

@@ -140,7 +140,9 @@ def refuse_forward_mode(given: Iterable[tuple[str, Tensor | None]]) -> None:
 
 
 def strided(name: str, tensor: Tensor) -> None:
-    """Raises NotImplementedError for a tensor without strides, as sparse ones are."""
+    """Raises NotImplementedError for a tensor without strides, as sparse and nested ones are."""
+    if tensor.is_nested:
+        raise NotImplementedError(f"{name}: nested tensors are not supported")
     if tensor.layout is not torch.strided:
         raise NotImplementedError(
             f"{name}: layout {tensor.layout} is not supported; accepted: torch.strided, as {name}.to_dense() gives"

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
 from sagebwd import arguments, dispatch
@@ -142,6 +143,34 @@ def test_packed_sequences_count_between_their_mean_and_the_longest():
     one, other = (of.work("low", PACKED, False) for of in (alike, longer))
     assert (other.pairs, other.keys) == (2 * one.pairs, 3072)
     assert (one.rows, one.keys) == (other.rows, 1024)
+
+
+def test_a_trace_counts_work_of_all_lengths_in_one_graph():
+    """Else it compiles anew as lengths vary, until torch's limit."""
+    for kind in (CAUSAL, PACKED):
+        for name in ("low", "cudnn"):
+            counter = CompileCounterWithBackend("eager")
+
+            def scaled(x, longest, name=name, kind=kind):
+                return x * Size(x.shape[0], x.shape[0], 8, 2, longest=longest).work(name, kind, True).pairs
+
+            torch._dynamo.reset()
+            compiled = torch.compile(scaled, fullgraph=True, backend=counter, dynamic=True)
+            for tokens, longest in ((300, 900), (900, 300), (9000, 300), (9000, 20000), (100, 50)):
+                x = torch.ones(tokens)
+                assert torch.equal(compiled(x, longest), scaled(x, longest))
+            assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("counts", [((3, 0, 0, 0),) * 2, ((100, 200), (1, 0)), ((1, 0), (100, 200))])
+def test_most_packed_sequences_may_have_no_token(counts):
+    queries, keys = (torch.tensor([0, *x]).cumsum(0, dtype=torch.int32) for x in counts)
+    q, k = (torch.empty(sum(x), 4, 128, dtype=torch.bfloat16, requires_grad=True) for x in counts)
+    given = q, k, k, queries, keys, max(counts[0]), max(counts[1])
+    size = arguments.packed_choice_of(*given, card="NVIDIA H200")[1].size
+    assert size[:2] == tuple(math.ceil(sum(x) / len(x)) for x in counts)
+    with torch.no_grad():
+        arguments.packed_choice_of(*given, card="NVIDIA H200")
 
 
 def test_a_call_has_the_size_of_its_tensors():
@@ -294,6 +323,10 @@ def test_what_was_measured_here_comes_first(kept, caplog):
         (json.dumps({"rows": [{**ROW, "ms": 0}]}), "rows[0]: ms=0: expected a positive number or null"),
         (json.dumps({"rows": [{**ROW, "impl": None}]}), "rows[0]: impl=None: expected a text"),
         (json.dumps({"rows": [{**ROW, "others": {"fa4": "fast"}}]}), "others={'fa4': 'fast'}: expected names with"),
+        (json.dumps({"rows": [{**ROW, "kv_heads": 0}]}), "rows[0]: kv_heads=0: expected an integer, at least 1"),
+        (json.dumps({"rows": [{**ROW, "width": "a few"}]}), "rows[0]: width='a few': expected an integer or null"),
+        (json.dumps({"rows": [{**ROW, "kv_tokens": -1}]}), "rows[0]: kv_tokens=-1: expected an integer or null"),
+        (json.dumps({"rows": [{**ROW, "picked": []}]}), "rows[0]: picked=[]: expected a text"),
         (None, "IsADirectoryError: "),
     ],
 )

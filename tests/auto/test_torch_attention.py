@@ -399,6 +399,21 @@ def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     assert [operator in {node.target for node in graph.graph.nodes} for graph in counter.graphs] == [False, True]
 
 
+def test_a_trace_of_packed_calls_takes_heads_as_symbols():
+    """Regression: fullgraph with dynamic=True raised Unsupported, "argument conversion failed ... takes_packed"."""
+    options = True, None, None, None, "auto", None, False, "NVIDIA H200"
+
+    def tokens(q, k, offsets):
+        return q * arguments.packed_arguments_of(q, k, k, (offsets, offsets), (9, 9), *options).size.queries
+
+    torch._dynamo.reset()
+    compiled = torch.compile(tokens, fullgraph=True, backend="eager", dynamic=True)
+    for heads, count in ((4, 2), (8, 3), (6, 4)):
+        q, k = torch.ones(20, heads, 16), torch.ones(20, 2, 16)
+        offsets = torch.zeros(count + 1, dtype=torch.int32)
+        assert torch.equal(compiled(q, k, offsets), tokens(q, k, offsets))
+
+
 TRACED = []
 
 

@@ -36,6 +36,15 @@ class WithoutLast(AttentionCase):
         return q, k, v, do, dlse
 
 
+class WithoutFirst(AttentionCase):
+    """The first queries have no gradient, as those of a prompt that no loss is of; V is large."""
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        q, k, v, do, dlse = super().inputs()
+        do[..., :130, :] = 0
+        return q, k, v * 2000, do, dlse
+
+
 PASSES = {
     "128": AttentionCase(head_dim=128),
     "64, grouped, dlse": AttentionCase(heads=6, kv_heads=2, batch=2, tokens_q=150, with_dlse=True, is_causal=True),
@@ -52,6 +61,7 @@ PASSES = {
     ),
     "not rotated": AttentionCase(recipe="mixed(dp=int8, rotate=False)"),
     "no gradient of the last": WithoutLast(tokens_k=65, is_causal=True, do_size=1e-5),
+    "no gradient of a block": WithoutFirst(tokens_q=200, tokens_k=200, is_causal=True),
 }
 
 
@@ -171,7 +181,7 @@ def test_codes_and_scales_are_the_emulators(passes):
 
 
 def test_row_values_are_the_emulators(passes):
-    for number, (rows, _, e, _, _, lse, _) in enumerate(passes.sequences):
+    for number, (rows, keys, e, _, _, lse, _) in enumerate(passes.sequences):
         if e.tokens_q == 0 or e.tokens_k == 0:
             continue
         dp, fp8, delta = passes.emulated(number)
@@ -185,6 +195,8 @@ def test_row_values_are_the_emulators(passes):
         inverse = passes.planes(rows, 3)[..., :1].expand(-1, -1, -1, passes.tile.queries).flatten(2)[..., : e.tokens_q]
         unit = torch.where(flat(dp.do_scale) == 0, 1, flat(dp.do_scale))
         torch.testing.assert_close(inverse, flat(fp8.inverse_bound) * unit, rtol=1e-5, atol=0)
+        largest_v = passes.part_of_tokens(passes.found.v_scale, keys).amax()
+        assert (passes.planes(rows, 3)[..., 0] * largest_v).isfinite().all(), "what codes are multiplied by"
         wanted = -flat(delta) * flat(fp8.inverse_bound)
         assert relative_l2(tokens(2), wanted) < 2e-3
         spread = passes.part_of_tokens(passes.found.values.spread, rows)
@@ -218,6 +230,7 @@ CALLS |= {
     "long": AttentionCase(tokens_q=1500, tokens_k=1500, is_causal=True),
     "tiny": AttentionCase(tokens_q=70, tokens_k=70, is_causal=True, do_size=2.0**-100),
     "no gradient of the last": WithoutLast(tokens_q=200, tokens_k=200, is_causal=True, do_size=1e-5),
+    "no gradient of a block": WithoutFirst(tokens_q=200, tokens_k=200, is_causal=True),
 }
 CHANGES = {"": {}, "deterministic-": {"deterministic": True}, "plain-": {"recipe": "mixed(dp=int8, rotate=False)"}}
 

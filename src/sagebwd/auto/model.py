@@ -55,9 +55,9 @@ class Work(NamedTuple):
 class Size(NamedTuple):
     """How large a call is that others compute too.
 
-    queries, keys: tokens of a sequence, of packed ones the mean. heads, kv_heads: of all sequences together. width: of
-    a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large to make. longest:
-    keys of the longest packed sequence, 0 where all are alike.
+    queries, keys: tokens of a sequence, of packed ones the mean, rounded up. heads, kv_heads: of all sequences
+    together. width: of a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large
+    to make. longest: keys of the longest packed sequence, 0 where all are alike.
     """
 
     queries: int
@@ -77,7 +77,8 @@ class Size(NamedTuple):
         longest; of masks of elements all pairs count.
         """
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
-        last = min(queries, keys) if kind == CAUSAL else keys if kind == PACKED else 0  # its queries see no more
+        longest = max(keys, self.longest)
+        last = min(queries, keys) if kind == CAUSAL else longest if kind == PACKED else 0  # its queries see no more
         n, m = _in_tiles(queries), _in_tiles(keys)
         if kind == WINDOW and self.width < keys and (contender == LOW or contender in PEERS):
             pairs = 2 * n * min(m, _in_tiles(self.width + TILE - 1))  # queries of a tile see so many keys together
@@ -87,16 +88,16 @@ class Size(NamedTuple):
             pairs = n * (n + TILE) if kind == CAUSAL else n * (2 * m - n + TILE)
         else:
             pairs = m * (2 * n - m + TILE) if kind == CAUSAL else m * (m + TILE)
-        if kind == PACKED and self.longest > keys:
-            pairs, last = pairs * (keys + self.longest) // (2 * keys), self.longest
+        if kind == PACKED:
+            pairs = pairs * (keys + longest) // (2 * keys)
         rows, tiles = heads * queries + kv_heads * keys, heads * n // TILE
         if training and contender == LOW:
             tiles = kv_heads * m // TILE
         elif training:  # gradients of K and V are those of each query head, which are added up, by peers in memory
             rows += (heads - kv_heads + (heads if contender in PEERS and heads > kv_heads else 0)) * keys
             tiles = heads * m // TILE
-        pairs *= heads
-        return Work(rows, pairs * MULTIPROCESSORS // tiles if tiles < MULTIPROCESSORS else pairs, last)
+        # by minima and maxima: a trace compiles anew for each branch that a length takes
+        return Work(rows, pairs * heads * MULTIPROCESSORS // min(tiles, MULTIPROCESSORS), last)
 
 
 def _in_tiles(tokens: int) -> int:
@@ -236,9 +237,9 @@ def _checked(content: object) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f"rows[{number}]: expected an object, got {row!r}")
         for name, (accepts, accepted) in _COLUMNS.items():
-            if name not in row:
+            if name not in row and name not in _LATER_COLUMNS:
                 raise ValueError(f"rows[{number}]: {name} is missing; expected {accepted}")
-            if not accepts(row[name]):
+            if name in row and not accepts(row[name]):
                 raise ValueError(f"rows[{number}]: {name}={row[name]!r}: expected {accepted}")
         if not _are_times(row.get("others", {})):
             raise ValueError(f"rows[{number}]: others={row['others']!r}: expected names with pairs of times")
@@ -267,7 +268,12 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
     **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
     **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, "a positive number or null")),
+    "kv_heads": (_is_count, "an integer, at least 1"),
+    **dict.fromkeys(("kv_tokens", "width"), (lambda x: x in (0, None) or _is_count(x), "an integer or null")),
+    "picked": (lambda x: isinstance(x, str), "a text"),
 }
+# Those that older files lack.
+_LATER_COLUMNS = "kv_heads", "kv_tokens", "width", "picked"
 
 
 def kept_at(card: str, torch_version: str) -> Path:

@@ -152,9 +152,9 @@ def int8_row_values(
             bound += tl.abs(change)
         counts = inside & seen & (bound > 0) & (bound < float("inf")) & (unit != 0)
         b_row = tl.maximum((((bound / do_scale).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, LEAST_B)
-        largest_b = tl.max(tl.where(counts, b_row, LEAST_B), 0)
+        largest_b = tl.max(tl.where(counts, b_row, LEAST_B - 1), 0)
         b = tl.maximum(tl.min(tl.where(counts, b_row, largest_b), 0), largest_b - MOST_LOWERED)
-        b = tl.maximum(b, LEAST_B)
+        b = tl.where(largest_b < LEAST_B, 0, tl.maximum(b, LEAST_B))  # of none 0: codes of 0 times 2^-b t are not NaN
         # never negative, so that cutting off is rounding down
         e = (above + LOG2_E4M3_MAX).to(tl.int32) - tl.where(counts, tl.maximum(b_row - b, 0), 0)
         weight = tl.where(seen, power_of_2(-e) + row_lse * 0, 0.0)
