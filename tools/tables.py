@@ -564,7 +564,7 @@ def gaps_from_scratch() -> str:
 
 
 # Folders of SmolLM2 trained on, by learning rate; sequences have 2048 tokens where nothing else is said.
-TRAINED_ON = {"lr-0.0001": "1e-4", "8k": "1e-4, 8K tokens a sequence", "lr-0.001": "1e-3"}
+TRAINED_ON = {"lr-0.0001": "1e-4", "8k/lr-0.0001": "1e-4, 8K tokens a sequence", "lr-0.001": "1e-3"}
 
 
 def trained_on(folder: str, weights: bool = False) -> dict:
@@ -601,7 +601,7 @@ VERDICTS = (  # variant, cells of the grid or the rate, what would change our mi
     ("paper", ("qknorm-small", "qknorm-small-seed?"), "more pairs, to tell a gap from chance"),
     ("mixed", ("mixed-large",), BRANCHED),
     ("mixed", "lr-0.0001", LONGER_STILL),
-    ("mixed", "8k", LONGER_STILL),
+    ("mixed", "8k/lr-0.0001", LONGER_STILL),
     ("token", "lr-0.0001", OTHERS),
     ("token with dP in INT8", "lr-0.0001", "heads of 128; " + OTHERS),
     ("paper", "lr-0.0001", "the authors' kernels, if they show none"),
@@ -780,7 +780,8 @@ def readme_training() -> str:
 def readme_tests() -> str:
     """The newest whole run of the GPU tests, and the newest."""
     results = ROOT / "benchmarks" / "results"
-    runs = [json.loads((results / f"gpu-suite_h200_2026-11-28_{x}.json").read_text()) for x in ("2451bcf", "fa73f48")]
+    files = (results / f"gpu-suite_h200_2026-11-28_{commit}.json" for commit in ("2451bcf", "fa73f48"))
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     counts, newest = (
         ", ".join(f"{run['counts'].get(way, 0)} {way}" for way in ("passed", "failed", "skipped")) for run in runs
     )
