@@ -246,7 +246,7 @@ def compiled(calls: list[Call], device: str, until: float) -> None:
 
 def rows_of(calls: list[Call], seed: int, known: set[int], device: str, until: float) -> Iterator[Row]:
     """Rows that are not known, told as they come, as far as there is time."""
-    timer = partial(time_contenders, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
+    timer = partial(time_contenders, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS, always=AUTO_RUN)
     for number, call in enumerate(calls):
         if number in known:
             continue

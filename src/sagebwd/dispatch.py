@@ -269,8 +269,7 @@ def _automatic(impl: str, ask: Ask) -> Recipe:
     """What "auto" stands for where an implementation runs a call: one recipe, whether it trains or not."""
     if ask.impl == "reference":
         return Recipe.named("token")
-    own_backward = capabilities.row(BACKWARD, impl).form(ask.head_dim, ask.value_dim) is not None
-    if impl == "mma_sync" and own_backward:
+    if impl == "mma_sync" and capabilities.row(BACKWARD, impl).form(ask.head_dim, ask.value_dim) is not None:
         return AUTOMATIC_OF_OWN_BACKWARD
     return Recipe.named(AUTOMATIC[impl])
 

@@ -227,6 +227,7 @@ def test_of_contenders_who_is_slow_runs_once(monkeypatch):
     monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
     runs = {name: lambda name=name: name for name in once}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
+    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0, always="b") == dict.fromkeys(runs, (1.0, 0.5))
     once |= {"a": 0.02, "b": 0.9, "c": 0.03}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == dict.fromkeys(runs, (1.0, 0.5))
 

@@ -81,7 +81,7 @@ def size_of(row: Mapping) -> Size:
 
 
 def window_of(tokens: int) -> int:
-    """Keys before a query that it sees beside its own, in a window of nobody's choice."""
+    """Keys before a query that it sees beside its own, in a window whose width is not given."""
     return tokens // 4
 
 

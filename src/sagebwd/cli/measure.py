@@ -25,7 +25,7 @@ from sagebwd.call import Ask
 from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.processes import run_in_processes
-from sagebwd.cli.timer import Times, time_contenders
+from sagebwd.cli.timer import time_contenders
 from sagebwd.recipe import AUTO, Recipe
 
 # Batch x heads x tokens x value_dim, about, and tokens. The sizes are one sequence of a small model, one of 4096
@@ -50,8 +50,8 @@ MOST_PROCESSES = 12
 # By which FlashAttention-4 keeps what it has compiled.
 FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
-Timer = Callable[[dict[str, Callable[[], object]], str], Times]
-"""(ms, host's ms) of each run."""
+Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, float | None]]]
+"""(ms, host's ms) of each run, None of a host where the run was timed once."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ class Case:
             return 0
         return window_of(tokens) if tokens < 4096 else 255 if tokens <= 8192 else 1023
 
-    def has(self, tokens: int) -> bool:
-        """Whether sequences of so many tokens are timed: under a mask of elements where there is room for it."""
-        return self.kind != MASK or tokens**2 <= MOST_ELEMENTS
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        """Those of `POINTS` that are timed: under a mask of elements where there is room for it."""
+        return [(size, tokens) for size, tokens in POINTS if self.kind != MASK or tokens**2 <= MOST_ELEMENTS]
 
     def inputs(self, size: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do in BF16; of packed sequences (tokens of all, heads, width)."""
@@ -158,8 +159,7 @@ def measure(
     timer = timer or partial(time_contenders, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
         tell(f"{number + 1} of {len(chosen)}: {case}", compiling + (1 - compiling) * number / len(chosen))
-        points = [(size, tokens) for size, tokens in POINTS if case.has(tokens)]
-        yield [row for size, tokens in points for row in measure_point(case, size, tokens, device, timer)]
+        yield [row for size, tokens in case.points for row in measure_point(case, size, tokens, device, timer)]
 
 
 def measure_point(case: Case, size: int, tokens: int, device: str, timer: Timer) -> list[Timing]:
@@ -272,9 +272,7 @@ def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> No
 
 def _call(case: Case, device: str) -> None:
     """Call what is compiled once in each form that timing will."""
-    for size, tokens in POINTS:
-        if not case.has(tokens):
-            continue
+    for size, tokens in case.points:
         *tensors, do = case.inputs(size, tokens, device)
         for direction in DIRECTIONS:
             compile_run(attentions_of(case, tokens, tensors, direction), tensors, do, direction)

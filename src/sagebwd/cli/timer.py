@@ -17,9 +17,6 @@ LEAD_MS = 120.0
 SLOW, SLOW_MS = 3.0, 1.0
 """Times the fastest's ms, and ms, from which on together a run is timed once where contenders are many."""
 
-Times = dict[str, tuple[float, float | None]]
-"""Ms of each run and of its host, None where it was timed once."""
-
 
 def _stopwatch(device: str) -> Callable[[Callable[[], object], int], tuple[float, float]]:
     """A function that runs another n times and returns ms a run, and the host's own."""
@@ -73,12 +70,16 @@ def time_interleaved(
 
 
 def time_contenders(
-    runs: dict[str, Callable[[], object]], device: str, rounds: int, round_ms: float, lead_ms: float
-) -> Times:
-    """As `time_interleaved`, of runs that have run before; those that are `SLOW` run once alone."""
+    runs: dict[str, Callable[[], object]], device: str, rounds: int, round_ms: float, lead_ms: float,
+    always: str | None = None,
+) -> dict[str, tuple[float, float | None]]:  # fmt: skip
+    """As `time_interleaved`, of runs that have run before. Those that are `SLOW` run once more, and have no host's ms.
+
+    always: who is never one of them.
+    """
     once = {name: _once(run, device) for name, run in runs.items()}
     slow = max(SLOW_MS, SLOW * min(once.values(), default=0.0))
-    fast = {name: run for name, run in runs.items() if once[name] <= slow}
+    fast = {name: run for name, run in runs.items() if name == always or once[name] <= slow}
     return time_interleaved(fast, device, rounds, round_ms, lead_ms) | {
         name: (ms, None) for name, ms in once.items() if name not in fast
     }
