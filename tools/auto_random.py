@@ -128,18 +128,20 @@ class Row:
 
     @property
     def over_best(self) -> float | None:
-        """`auto`'s speed over the fastest's."""
-        return None if self.best is None else self.best / self.times[AUTO_RUN][0]
+        """`auto`'s speed over the fastest's, 0 where it raised."""
+        if self.best is None:
+            return None
+        return self.best / self.times[AUTO_RUN][0] if AUTO_RUN in self.times else 0.0
 
     @property
     def over_torch(self) -> float | None:
         """`auto`'s speed over that of what torch picks."""
-        return self.times[TORCH][0] / self.times[AUTO_RUN][0] if TORCH in self.times else None
+        return self.times[TORCH][0] / self.times[AUTO_RUN][0] if {TORCH, AUTO_RUN} <= set(self.times) else None
 
     @property
     def is_right(self) -> bool:
         """Whether who was chosen is within 3% of the fastest."""
-        ms = self.times.get(self.chosen, self.times[AUTO_RUN])[0]
+        ms = self.times.get(self.chosen, self.times.get(AUTO_RUN, (math.inf,)))[0]
         return self.best is None or ms <= RIGHT * self.best
 
 
@@ -269,9 +271,11 @@ def report(rows: list[Row]) -> tuple[str, bool]:
     ):
         if chosen:
             ratios = [row.over_best for row in chosen]
+            mean = geometric_mean([ratio for ratio in ratios if ratio] or [math.nan])
+            raised = f", {ratios.count(0)} raised" * (0 in ratios)
             lines.append(
                 f"{name}: {len(chosen)} calls, auto over the fastest: least {min(ratios):.3f}, geometric mean "
-                f"{geometric_mean(ratios):.3f}"
+                f"{mean:.3f}{raised}"
             )
             lost = [row for row in chosen if row.over_best < least]
             lines += [f"lost: {row.over_best:.3f}: {row.call}: {row.why}" for row in lost]

@@ -82,11 +82,11 @@ def test_small_calls_wait_for_the_host_and_the_launches(measured):
 def test_the_comparison_is_that_of_the_costs():
     """In integers, of random costs and sizes; a call within a millionth of the margin may go either way."""
     generator = torch.Generator().manual_seed(0)
-    for draw in torch.rand(2000, 13, generator=generator, dtype=torch.float64).tolist():
-        low, full = (Cost.of(1000 * a, 1000 * b, c, d, 10 * e) for a, b, c, d, e in (draw[:5], draw[5:10]))
+    for draw in torch.rand(2000, 15, generator=generator, dtype=torch.float64).tolist():
+        low, full = (Cost.of(1000 * a, 1000 * b, c, d, 10 * e, f) for a, b, c, d, e, f in (draw[:6], draw[6:12]))
         low = low.with_margin()
-        of = size(1 + int(draw[10] * 9000), 1 + int(draw[11] * 9000), 1 + int(draw[12] * 40))
-        ours, theirs = (of.work(name, CAUSAL, draw[12] < 0.5) for name in ("low", "cudnn"))
+        of = size(1 + int(draw[12] * 9000), 1 + int(draw[13] * 9000), 1 + int(draw[14] * 40))
+        ours, theirs = (of.work(name, CAUSAL, draw[14] < 0.5) for name in ("low", "cudnn"))
         ratio = full.ms(theirs) / low.ms(ours)
         if abs(math.log(ratio)) > 1e-6:
             assert model.is_less(model.taken(low, ours), model.taken(full, theirs)) == (ratio > 1)
@@ -103,10 +103,10 @@ def test_pairs_are_those_of_tiles_that_a_mask_shows_a_part_of(tokens):
 
     everything = torch.ones(n, m, dtype=torch.bool)
     for kind in (FULL, MASK):
-        assert {of.work(name, kind, False) for name in ("low", "fa4", "cudnn")} == {(rows, pairs(everything), 0)}
+        assert {of.work(name, kind, False) for name in ("low", "fa4", "cudnn")} == {(rows, pairs(everything), 0, 0)}
     for kind, offset in ((CAUSAL, 0), (PACKED, m - n)):
         shown = everything.tril(offset)
-        assert of.work("low", kind, False) == (rows, pairs(shown), shown[-1].sum())
+        assert of.work("low", kind, False) == (rows, pairs(shown), shown[-1].sum(), 0)
     if n == m:
         of_window = of._replace(width=200)
         shown = everything.tril().triu(-199)
@@ -116,8 +116,17 @@ def test_pairs_are_those_of_tiles_that_a_mask_shows_a_part_of(tokens):
 
 
 def test_tokens_of_a_tile_that_an_end_cuts_count_whole():
-    for n in (129, 200, 256):
-        assert Size(n, n, 100, 100).work("low", FULL, False) == (200 * n, 2 * 100 * 256 * 256, 0)
+    pairs = 2 * 100 * 256 * 256
+    for n, m in ((129, 256), (256, 200), (200, 200), (256, 256)):
+        for name in ("low", "fa4", "cudnn"):
+            cut = pairs if min(n, m) < 256 and name == "cudnn" else 0
+            assert Size(n, m, 100, 100).work(name, FULL, False) == (100 * (n + m), pairs, 0, cut)
+
+
+def test_the_last_tile_of_keys_meets_the_queries_of_each_head_that_shares_it():
+    of = Size(2048, 2048, 32, 8)
+    assert {of.work(name, CAUSAL, False).keys for name in ("low", "cudnn")} == {2048}
+    assert [of.work(name, CAUSAL, True).keys for name in ("low", "cudnn", "fa4")] == [4 * 2048, 2048, 2048]
 
 
 def test_fewer_tiles_than_multiprocessors_take_turns():

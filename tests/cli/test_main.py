@@ -145,11 +145,11 @@ def test_ctrl_c_says_where_the_measured_is_kept(command, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "_compile", lambda device, chosen, tell: None)
     cases = []
 
-    def measured(case, size, tokens, device, timer):
+    def measured(case, point, device, timer):
         cases.append(case)
         if case is not cases[0]:
             raise KeyboardInterrupt
-        shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens, 0
+        shape = case.kind, case.head_dim, case.value_dim, *case.shape(point), 0
         times = (1.0, 0.1, 2.0, 0.1, "MATH")
         return [measure.Timing(*shape, direction, "token", "triton/triton", *times) for direction in DIRECTIONS]
 
@@ -159,4 +159,4 @@ def test_ctrl_c_says_where_the_measured_is_kept(command, monkeypatch, tmp_path):
     (kept,) = tmp_path.rglob("*.json")
     assert code == 130
     assert f"stopped: what was measured is kept in {kept}" in err
-    assert len(json.loads(kept.read_text())["rows"]) == 2 * len(measure.POINTS)
+    assert len(json.loads(kept.read_text())["rows"]) == 2 * len(cases[0].points)

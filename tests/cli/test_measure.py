@@ -12,38 +12,40 @@ import torch.nn.functional as F
 
 from sagebwd import dispatch
 from sagebwd.auto import model, peers
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, TRAINING
+from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, TRAINING, WINDOW
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
 from sagebwd.reference.metrics import relative_l2
 from tests.threads import at_once
 
-SMALL = 1 << 11
+SMALL = 11
+SMALL_POINTS = tuple(bench.Point(SMALL, tokens, left=tokens // 4) for tokens in (64, 32))
+SHORT = SMALL_POINTS[1]
 
 
 @pytest.fixture
 def of_few_points(monkeypatch, tmp_path):
     """The cache folder of a machine on which calls are timed at two lengths."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(bench, "POINTS", ((SMALL, 64), (SMALL, 32)))
+    monkeypatch.setattr(bench, "POINTS", SMALL_POINTS)
     return tmp_path
 
 
 def test_each_point_has_a_row_of_each_direction(monkeypatch):
-    monkeypatch.setattr(bench, "POINTS", ((SMALL, 64), (SMALL, 32)))
+    monkeypatch.setattr(bench, "POINTS", SMALL_POINTS)
     timer = lambda runs, device: {name: (2.0 if name == "ours" else 3.0, 0.1) for name in runs}  # noqa: E731
     (rows,) = bench.measure("cpu", [bench.Case(CAUSAL, 16, 16)], timer, lambda text, done=None: None)
     assert [(row.tokens, row.direction) for row in rows] == [
         (64, FORWARD), (64, TRAINING), (32, FORWARD), (32, TRAINING),
     ]  # fmt: skip
     assert {(row.ms, row.host_ms, row.torch_ms, row.torch_host_ms) for row in rows} == {(2.0, 0.1, 3.0, 0.1)}
-    assert {row.batch * row.heads * row.tokens * row.value_dim for row in rows} == {SMALL}
+    assert {row.batch * row.heads * row.tokens * row.value_dim for row in rows} == {1 << SMALL}
 
 
 def test_what_does_not_run_has_no_time(monkeypatch):
     monkeypatch.setattr(bench, "takes", lambda name, run: name != "ours")
     timer = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1))  # noqa: E731
-    row, _ = bench.measure_point(bench.Case(FULL, 16, 16), SMALL, 32, "cpu", timer)
+    row, _ = bench.measure_point(bench.Case(FULL, 16, 16), SHORT, "cpu", timer)
     assert (row.ms, row.host_ms, row.torch_ms) == (None, None, 1.0)
 
 
@@ -56,7 +58,7 @@ def test_on_a_card_of_mma_sync_each_width_is_timed_by_its_recipe(monkeypatch):
     timer = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1))  # noqa: E731
     monkeypatch.setattr(bench, "takes", lambda name, run: True)
     for width, ran in ((64, ("token", "mma_sync/triton")), (96, ("token(dp=int8)", "mma_sync/mma_sync"))):
-        rows = bench.measure_point(bench.Case(CAUSAL, width, width), SMALL, 32, "cpu", timer)
+        rows = bench.measure_point(bench.Case(CAUSAL, width, width), SHORT, "cpu", timer)
         assert {(row.recipe, row.impl) for row in rows} == {ran}
     dispatch._choose.cache_clear()
 
@@ -83,17 +85,18 @@ def peer(monkeypatch):
 
 def test_peers_are_timed_where_they_take_the_call(peer):
     timer = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1))  # noqa: E731
-    forward, training = bench.measure_point(bench.Case(CAUSAL, 16, 16), SMALL, 32, "cpu", timer)
+    forward, training = bench.measure_point(bench.Case(CAUSAL, 16, 16), SHORT, "cpu", timer)
     assert forward.others == {"fa4": (1.0, 0.1)}
     assert training.others == {}, "whose gradients are wrong at such widths"
-    _, training = bench.measure_point(bench.Case(FULL, 32, 32), SMALL, 32, "cpu", timer)
+    _, training = bench.measure_point(bench.Case(FULL, 32, 32), SHORT, "cpu", timer)
     assert training.others == {"fa4": (1.0, 0.1)}
     for kind in (PACKED, MASK):
-        row, _ = bench.measure_point(bench.Case(kind, 32, 32), SMALL, 32, "cpu", timer)
+        row, _ = bench.measure_point(bench.Case(kind, 32, 32), SHORT, "cpu", timer)
         assert row.others == {}
     case = bench.Case(CAUSAL, 32, 32)
-    tensors = case.inputs(1 << 13, 64, "cpu")[:3]
-    found = bench.attentions_of(case, 64, tensors, FORWARD)
+    point = bench.Point(13, 64)
+    tensors = case.inputs(point, "cpu")[:3]
+    found = bench.attentions_of(case, point, tensors, FORWARD)
     assert relative_l2(found["fa4"](*tensors), found["torch"](*tensors)) < 0.01
 
 
@@ -106,15 +109,18 @@ def test_what_peers_take_is_kept_and_fitted(of_few_points, peer):
     assert all("fa4" in one.full for one in found)
 
 
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_sides_compute_the_same(kind):
+def test_both_sides_compute_the_same(kind, group):
     case = bench.Case(kind, 16, 16)
-    tensors = case.inputs(1 << 13, 64, "cpu")[:3]
-    found = bench.attentions_of(case, 64, tensors, FORWARD)
+    point = bench.Point(13, 64, group, kv_tokens=48 if kind == FULL else 0, left=16)
+    tensors = case.inputs(point, "cpu")[:3]
+    found = bench.attentions_of(case, point, tensors, FORWARD)
     if kind == PACKED:
         assert set(found) == {"ours"}
         tensors = [x.unflatten(0, (-1, 64)).transpose(1, 2) for x in tensors]
-        expected = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2)
+        options = {"is_causal": True, "enable_gqa": group > 1}
+        expected = torch.nn.functional.scaled_dot_product_attention(*tensors, **options).transpose(1, 2)
         assert (
             relative_l2(found["ours"](*(x.transpose(1, 2).flatten(0, 1) for x in tensors)), expected.flatten(0, 1))
             < 0.03
@@ -128,9 +134,12 @@ def test_every_kind_has_its_cases():
     assert {case.kind for case in found} == set(KINDS)
     assert len(set(found)) == len(found) == len(KINDS) * len(bench.MEASURED_WIDTHS)
     for case in found:
-        for size, tokens in bench.POINTS:
-            batch, heads = case.batch_and_heads(size, tokens)
-            assert size / 2 <= batch * heads * tokens * case.value_dim <= size
+        assert case.points
+        for point in case.points:
+            batch, heads, kv_heads, tokens, kv_tokens = case.shape(point)
+            assert 1 / 2 <= batch * heads * tokens * case.value_dim / (1 << point.power) <= 1
+            assert (heads / kv_heads, tokens, kv_tokens) == (point.group, point.tokens, point.kv_tokens or tokens)
+            assert (point.left > 0) == (case.kind == WINDOW)
 
 
 def test_cases_of_kinds_and_widths():
@@ -214,7 +223,7 @@ def test_where_nothing_can_be_kept_nothing_is_timed(monkeypatch, tmp_path):
 def test_two_commands_at_once_do_not_collide(monkeypatch, tmp_path):
     """Regression: both wrote one temporary file, and the second one found it gone."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    row = bench.Timing(CAUSAL, 16, 16, 1, 1, 64, 0, FORWARD, "token", "x", 1.0, 1.0, 1.0, 1.0, "MATH")
+    row = bench.Timing(CAUSAL, 16, 16, 1, 1, 1, 64, 64, 0, FORWARD, "token", "x", 1.0, 1.0, 1.0, 1.0, "MATH")
     monkeypatch.setattr(bench, "measure", lambda *given, **options: [[row]])
     both, replace = threading.Barrier(2), os.replace  # neither is moved before both are written
     monkeypatch.setattr(os, "replace", lambda *given: both.wait(60) is None or replace(*given))

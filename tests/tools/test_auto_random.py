@@ -79,6 +79,15 @@ def test_who_is_wrong_does_not_count():
     assert (right.over_best, right.is_right) == (0.5, False)
 
 
+def test_a_call_that_auto_does_not_run_is_lost():
+    """Regression: a KeyError once all calls had been timed."""
+    text, fine = auto_random.report([row({"low": 1.0, "torch": 2.0}), row({"auto": 1.0, "low": 1.0, "torch": 2.0})])
+    assert not fine
+    assert "2 calls, auto over the fastest: least 0.000, geometric mean 1.000, 1 raised" in text
+    assert "lost: 0.000: a call: so" in text
+    assert "chosen within 3% of the fastest: 1.000" in text
+
+
 def test_the_report_says_what_has_lost():
     rows = [
         row({"auto": 1.0, "low": 1.0, "torch": 2.0}), row({"auto": 1.0, "low": 1.0, "torch": 0.9}),

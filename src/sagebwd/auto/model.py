@@ -36,7 +36,7 @@ TILE, MULTIPROCESSORS = 128, 132
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
 _MICRO, _NANO, _PICO = 10**9, 10**6, 10**3
-_UNITS = _MICRO, _MICRO, _NANO, _PICO, _NANO
+_UNITS = _MICRO, _MICRO, _NANO, _PICO, _NANO, _PICO
 _MILLI = 10**12
 
 
@@ -44,12 +44,13 @@ class Work(NamedTuple):
     """The work of a call for a contender.
 
     rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied. keys: of the
-    last tile, 0 where tiles are alike.
+    last tile, 0 where tiles are alike. cut: torch's pairs where an end of the queries or keys cuts a tile, else 0.
     """
 
     rows: int
     pairs: int
     keys: int
+    cut: int
 
 
 class Size(NamedTuple):
@@ -91,13 +92,15 @@ class Size(NamedTuple):
         if kind == PACKED:
             pairs = pairs * (keys + longest) // (2 * keys)
         rows, tiles = heads * queries + kv_heads * keys, heads * n // TILE
-        if training and contender == LOW:
-            tiles = kv_heads * m // TILE
+        if training and contender == LOW:  # a tile of keys meets the queries of all heads that share it
+            tiles, last = kv_heads * m // TILE, last * (heads // kv_heads)
         elif training:  # gradients of K and V are those of each query head, which are added up, by peers in memory
             rows += (heads - kv_heads + (heads if contender in PEERS and heads > kv_heads else 0)) * keys
             tiles = heads * m // TILE
         # by minima and maxima: a trace compiles anew for each branch that a length takes
-        return Work(rows, pairs * heads * MULTIPROCESSORS // min(tiles, MULTIPROCESSORS), last)
+        pairs = pairs * heads * MULTIPROCESSORS // min(tiles, MULTIPROCESSORS)
+        is_cut = 0 if contender == LOW or contender in PEERS else min(1, n - queries + m - keys)
+        return Work(rows, pairs, last, is_cut * pairs)
 
 
 def _in_tiles(tokens: int) -> int:
@@ -106,18 +109,25 @@ def _in_tiles(tokens: int) -> int:
 
 
 class Cost(NamedTuple):
-    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice."""
+    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice.
+
+    cut: more of a pair where an end cuts a tile, as cuDNN then takes another kernel, which masks.
+    """
 
     host: int
     fixed: int
     row: int
     pair: int
     key: int = 0
+    cut: int = 0
 
     @classmethod
-    def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float, key_ns: float = 0.0) -> Cost:
+    def of(
+        cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float, key_ns: float = 0.0, cut_ps: float = 0.0
+    ) -> Cost:
         """Of the units that ``model.json`` has."""
-        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps, key_ns), _UNITS)))
+        given = host_us, fixed_us, row_ns, pair_ps, key_ns, cut_ps
+        return cls(*(round(x * unit) for x, unit in zip(given, _UNITS)))
 
     def written(self) -> list[float]:
         """What `of` takes, with three digits."""
@@ -134,8 +144,8 @@ class Cost(NamedTuple):
 
 def taken(cost: tuple[int, ...], work: Work) -> tuple[int, int]:
     """Twice what the host and what the GPU take by a `Cost`."""
-    host, fixed, row, pair, key = cost
-    return 2 * host, 2 * (fixed + row * work.rows + key * work.keys) + pair * work.pairs
+    host, fixed, row, pair, key, cut = cost
+    return 2 * host, 2 * (fixed + row * work.rows + key * work.keys) + pair * work.pairs + cut * work.cut
 
 
 def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +29,34 @@ from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import time_contenders
 from sagebwd.recipe import AUTO, Recipe
 
-# Batch x heads x tokens x value_dim, about, and tokens. The sizes are one sequence of a small model, one of 4096
-# tokens with 32 heads of 128, and a training step of 16384 tokens; then long sequences, and short ones.
-POINTS = tuple(
-    (1 << power, tokens)
-    for power, tokens in (
-        (25, 8192), (25, 2048), (25, 1024), (24, 4096), (22, 8192), (22, 2048), (24, 32768), (25, 320),
-    )
+
+class Point(NamedTuple):
+    """A size and lengths that are timed.
+
+    power: of two, about batch x heads x tokens x value_dim. group: query heads that share one of keys. kv_tokens: of
+    keys, 0 for as many as queries, which no other mask than `FULL` has. left: keys before a query in its window.
+    """
+
+    power: int
+    tokens: int
+    group: int = 1
+    kv_tokens: int = 0
+    left: int = 0
+
+
+# One sequence of a small model, one of 4096 tokens with 32 heads of 128, and a training step of 16384 tokens; long
+# sequences and short ones; lengths that are no multiple of a tile; grouped heads; and few keys, as of a text.
+POINTS = (
+    Point(25, 8192), Point(25, 2048), Point(25, 1024), Point(24, 4096), Point(22, 8192), Point(22, 2048),
+    Point(24, 32768), Point(25, 320), Point(25, 3000), Point(24, 12072, group=4), Point(25, 1472, group=4),
+    Point(25, 4096, kv_tokens=512),
+)  # fmt: skip
+# Of windows, which take so little of the GPU's time that most calls of those sizes would wait for the host.
+WINDOWS = (
+    Point(27, 8192, left=255), Point(27, 2048, left=511), Point(27, 1024, left=127), Point(26, 4096, left=1023),
+    Point(24, 8192, left=511), Point(24, 2048, left=255), Point(26, 32768, left=1023), Point(27, 320, left=80),
+    Point(27, 3000, left=127), Point(26, 12072, group=4, left=511), Point(27, 1472, group=4, left=368),
+    Point(26, 32768, left=127),
 )  # fmt: skip
 # Of a mask of elements, beyond which it is not made.
 MOST_ELEMENTS = 1 << 28
@@ -58,9 +80,10 @@ Timer = Callable[[dict[str, Callable[[], object]], str], dict[str, tuple[float, 
 class Timing:
     """One row of the results file; times in ms of a call, forward alone or forward and backward.
 
-    width: keys in a window, else 0. ms, host_ms: low precision's and its host's; None where it does not run. torch_ms,
-    torch_host_ms: those of what torch picks, its backend ``picked``; None where torch has nothing. others: (ms, host's
-    ms) of more contenders in full precision by name. A host's are None where a slow contender was timed once.
+    kv_tokens: of keys. width: keys in a window, else 0. ms, host_ms: low precision's and its host's; None where it
+    does not run. torch_ms, torch_host_ms: those of what torch picks, its backend ``picked``; None where torch has
+    nothing. others: (ms, host's ms) of more contenders in full precision by name. A host's are None where a slow
+    contender was timed once.
     """
 
     kind: str
@@ -68,7 +91,9 @@ class Timing:
     value_dim: int
     batch: int
     heads: int
+    kv_heads: int
     tokens: int
+    kv_tokens: int
     width: int
     direction: str
     recipe: str
@@ -92,32 +117,32 @@ class Case:
     def __str__(self) -> str:
         return f"{self.kind}, head_dim {widths_text(self.head_dim, self.value_dim)}"
 
-    def batch_and_heads(self, size: int, tokens: int) -> tuple[int, int]:
-        """As many as the size has room for, heads first."""
-        in_all = max(1, size // (tokens * self.value_dim))
-        heads = min(in_all, MODEL_WIDTH // self.value_dim)
-        return max(1, in_all // heads), heads
-
-    def left(self, tokens: int) -> int:
-        """Keys before a query in its window, a quarter of short sequences; 0 of another mask."""
-        if self.kind != WINDOW:
-            return 0
-        return window_of(tokens) if tokens < 4096 else 255 if tokens <= 8192 else 1023
-
     @property
-    def points(self) -> list[tuple[int, int]]:
-        """Those of `POINTS` that are timed: under a mask of elements where there is room for it."""
-        return [(size, tokens) for size, tokens in POINTS if self.kind != MASK or tokens**2 <= MOST_ELEMENTS]
+    def points(self) -> list[Point]:
+        """Those that are timed: under a mask of elements where there is room for it."""
+        if self.kind == WINDOW:
+            return list(WINDOWS)
+        few = [point for point in POINTS if self.kind == FULL or not point.kv_tokens]
+        return [point for point in few if self.kind != MASK or point.tokens**2 <= MOST_ELEMENTS]
 
-    def inputs(self, size: int, tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def shape(self, point: Point) -> tuple[int, int, int, int, int]:
+        """batch, heads, heads of keys, tokens, and tokens of keys: as many as the size has room for, heads first."""
+        in_all = max(1, (1 << point.power) // (point.tokens * self.value_dim))
+        kv_heads = max(1, min(in_all, MODEL_WIDTH // self.value_dim) // point.group)
+        heads = kv_heads * point.group
+        return max(1, in_all // heads), heads, kv_heads, point.tokens, point.kv_tokens or point.tokens
+
+    def inputs(self, point: Point, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gaussian q, k, v and do in BF16; of packed sequences (tokens of all, heads, width)."""
-        batch, heads = self.batch_and_heads(size, tokens)
-        shape = (batch * tokens, heads) if self.kind == PACKED else (batch, heads, tokens)
+        batch, heads, kv_heads, tokens, kv_tokens = self.shape(point)
         generator = torch.Generator(device).manual_seed(0)
-        widths = self.head_dim, self.head_dim, self.value_dim, self.value_dim
-        return tuple(
-            torch.randn(*shape, width, generator=generator, device=device, dtype=torch.bfloat16) for width in widths
-        )
+
+        def drawn(heads: int, tokens: int, width: int) -> Tensor:
+            shape = (batch * tokens, heads) if self.kind == PACKED else (batch, heads, tokens)
+            return torch.randn(*shape, width, generator=generator, device=device, dtype=torch.bfloat16)
+
+        keys = [drawn(kv_heads, kv_tokens, width) for width in (self.head_dim, self.value_dim)]
+        return drawn(heads, tokens, self.head_dim), *keys, drawn(heads, tokens, self.value_dim)
 
 
 def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS) -> list[Case]:
@@ -159,19 +184,19 @@ def measure(
     timer = timer or partial(time_contenders, rounds=ROUNDS, round_ms=ROUND_MS, lead_ms=LEAD_MS)
     for number, case in enumerate(chosen):
         tell(f"{number + 1} of {len(chosen)}: {case}", compiling + (1 - compiling) * number / len(chosen))
-        yield [row for size, tokens in case.points for row in measure_point(case, size, tokens, device, timer)]
+        yield [row for point in case.points for row in measure_point(case, point, device, timer)]
 
 
-def measure_point(case: Case, size: int, tokens: int, device: str, timer: Timer) -> list[Timing]:
+def measure_point(case: Case, point: Point, device: str, timer: Timer) -> list[Timing]:
     """A row of each direction."""
-    *tensors, do = case.inputs(size, tokens, device)
+    *tensors, do = case.inputs(point, device)
     choice = _choice(case, tensors)
-    width = case.left(tokens) + 1 if case.kind == WINDOW else 0
-    shape = case.kind, case.head_dim, case.value_dim, *case.batch_and_heads(size, tokens), tokens, width
+    width = point.left + 1 if case.kind == WINDOW else 0
+    shape = case.kind, case.head_dim, case.value_dim, *case.shape(point), width
     rows = []
     for direction in DIRECTIONS:
-        picked = _picked(case, tokens, tensors, direction)
-        attentions = attentions_of(case, tokens, tensors, direction)
+        picked = _picked(case, point, tensors, direction)
+        attentions = attentions_of(case, point, tensors, direction)
         attentions.pop(PICKED.get(picked), None)  # which torch's own pick is
         runs = {name: run_of(attention, tensors, do, direction) for name, attention in attentions.items()}
         times = timer({name: run for name, run in runs.items() if takes(name, run)}, device)
@@ -185,13 +210,14 @@ def _choice(case: Case, tensors: list[Tensor]) -> dispatch.Choice:
     return dispatch.choose(Ask.of(tensors[0], tensors[2], AUTO, dispatch.FASTEST, case.kind))
 
 
-def _picked(case: Case, tokens: int, tensors: list[Tensor], direction: str) -> str:
+def _picked(case: Case, point: Point, tensors: list[Tensor], direction: str) -> str:
     """The backend that torch's own function takes."""
     if case.kind == PACKED:
         return "varlen_attn"
     leaves = [x.detach().requires_grad_(direction == TRAINING) for x in tensors]
-    mask = torch_mask(case.kind, tensors[0], case.left(tokens))
-    return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL)).name
+    mask = torch_mask(case.kind, tensors[0], point.left)
+    grouped = {"enable_gqa": True} if point.group > 1 else {}
+    return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL, **grouped)).name
 
 
 def run_of(attention: Attention, tensors: list[Tensor], do: Tensor, direction: str) -> Callable[[], object]:
@@ -202,26 +228,25 @@ def run_of(attention: Attention, tensors: list[Tensor], do: Tensor, direction: s
     return lambda: attention(*tensors)
 
 
-def attentions_of(case: Case, tokens: int, tensors: list[Tensor], direction: str) -> dict[str, Attention]:
+def attentions_of(case: Case, point: Point, tensors: list[Tensor], direction: str) -> dict[str, Attention]:
     """Low precision ("ours"), torch's function (`TORCH`) where it has one, and other contenders in full precision."""
     q, training = tensors[0], direction == TRAINING
     if case.kind == PACKED:
-        theirs = contenders.packed(tensors, offsets_of(q, tokens), tokens, training=training)
+        theirs = contenders.packed(tensors, offsets_of(q, point.tokens), point.tokens, training=training)
     else:
-        left = case.left(tokens)
-        window, mask = (left, 0) if left else contenders.UNLIMITED, torch_mask(case.kind, q, left)
-        theirs = contenders.dense(case.kind, tensors, mask, window, training=training)
-    return {"ours": ours_of(case, tokens, tensors), **theirs}
+        window = (point.left, 0) if case.kind == WINDOW else contenders.UNLIMITED
+        theirs = contenders.dense(case.kind, tensors, torch_mask(case.kind, q, point.left), window, training=training)
+    return {"ours": ours_of(case, point, tensors), **theirs}
 
 
-def ours_of(case: Case, tokens: int, tensors: list[Tensor]) -> Attention:
+def ours_of(case: Case, point: Point, tensors: list[Tensor]) -> Attention:
     """Low precision."""
     q, recipe = tensors[0], _choice(case, tensors).recipe
     if case.kind == PACKED:
-        return partial(packed_attention, offsets_of(q, tokens), tokens, recipe)
-    options = {"is_causal": case.kind == CAUSAL, "recipe": recipe}
+        return partial(packed_attention, offsets_of(q, point.tokens), point.tokens, recipe)
+    options = {"is_causal": case.kind == CAUSAL, "recipe": recipe, "enable_gqa": point.group > 1}
     if case.kind == WINDOW:
-        options["window"] = (case.left(tokens), 0)
+        options["window"] = (point.left, 0)
     elif case.kind in (PADDING, MASK):
         options["attn_mask"] = torch_mask(case.kind, q)
     return partial(sage_attention, **options)
@@ -272,10 +297,10 @@ def _compile(device: str, chosen: list[Case], tell: Callable[..., object]) -> No
 
 def _call(case: Case, device: str) -> None:
     """Call what is compiled once in each form that timing will."""
-    for size, tokens in case.points:
-        *tensors, do = case.inputs(size, tokens, device)
+    for point in case.points:
+        *tensors, do = case.inputs(point, device)
         for direction in DIRECTIONS:
-            compile_run(attentions_of(case, tokens, tensors, direction), tensors, do, direction)
+            compile_run(attentions_of(case, point, tensors, direction), tensors, do, direction)
 
 
 def compile_run(attentions: dict[str, Attention], tensors: list[Tensor], do: Tensor, direction: str) -> None:

@@ -78,13 +78,18 @@ def show(device: str) -> None:
 
 
 def _lines(timed: list[benchmark.Timing]) -> Iterable[str]:
-    """A line a direction: torch's time over ours, of batch x heads x tokens."""
+    """A line a direction: torch's time over ours, of batch x heads x tokens, both of queries on those of keys."""
     for direction in DIRECTIONS:
         rows = [row for row in timed if row.direction == direction]
         if rows:
-            cells = ", ".join(f"{row.batch} x {row.heads} x {row.tokens} {_ratio(row)}" for row in rows)
+            cells = ", ".join(f"{_shape(row)} {_ratio(row)}" for row in rows)
             width = widths_text(rows[0].head_dim, rows[0].value_dim)
             yield f"{rows[0].kind} {width} {direction}, {rows[0].recipe} over torch: {cells}"
+
+
+def _shape(row: benchmark.Timing) -> str:
+    sides = (row.heads, row.kv_heads), (row.tokens, row.kv_tokens)
+    return " x ".join([str(row.batch), *(f"{n}" if n == m else f"{n} on {m}" for n, m in sides)])
 
 
 def _ratio(row: benchmark.Timing) -> str:
