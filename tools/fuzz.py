@@ -243,11 +243,18 @@ def _turned(
     dO's rounding; and that of the kernel's ``o``, which is held to the rule by itself: delta is dO o, and dP - delta,
     a difference of larger terms, has all of what 16 bit change in it. Where one key has most of a row such a step
     shows, and few other draws have one at their largest value.
+
+    Of an INT8 dP dS' is in units of dO's scales (`sagebwd.reference.float8`), and stays where dO moves: there V moves
+    too, and O with it.
     """
     found = []
+    q, k, v, do = inputs
     for scale in (1 + eps / 4, 1 - eps / 4):
-        moved = outcome(case, [*inputs[:3], inputs[3].double() * scale], "reference", torch.float64, o)
-        found.append([emulator_error(x / (scale if n > 1 else 1), y) for n, (x, y) in enumerate(zip(moved, high))])
+        of_v = scale if Recipe.parse(case.recipe).dp == INT8 else 1.0
+        scaled = [q, k, v.double() * of_v, do.double() * scale]
+        moved = outcome(case, scaled, "reference", torch.float64, o.double() * of_v)
+        factors = of_v, 1.0, scale * of_v, scale * of_v, scale
+        found.append([emulator_error(x / factor, y) for x, factor, y in zip(moved, factors, high)])
     return found
 
 

@@ -118,6 +118,40 @@ def test_a_code_that_turns_over_with_the_rounding_of_o(monkeypatch):
     assert fuzz.check(ONE_KEY, "kernel", "cpu").startswith("dq: error")
 
 
+# Each query sees one key: dP - delta is V's rounding to codes, and dQ is one code of e4m3, dS's, times a key. That of
+# NEAR_TIE is 1.2e-5 from where it turns over, nearest of all; a step of it is a tenth of that dQ.
+ONE_KEY_EACH = fuzz.Case(
+    seed=30091, kind="sinks", dtype=torch.float16, head_dim=128, value_dim=128, heads=2, kv_heads=2,
+    lengths_q=(700,), lengths_k=(63,), layout="packed", mask="", is_causal=True, window=(0, 30),
+    scale=0.5 * 128**-0.5, recipe="mixed(dp=int8)",
+)  # fmt: skip
+NEAR_TIE = 674, 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "at", "factor", "passes"),
+    [
+        ({}, NEAR_TIE, 0.9, True),
+        ({}, NEAR_TIE, 0.5, False),
+        ({}, slice(None), 0.75, False),  # of all queries
+        ({"is_causal": False, "window": None}, slice(None), 0.9, False),
+        ({"is_causal": False, "window": None}, "largest", 0.75, False),
+        ({"window": (7, 30)}, "largest", 0.9, False),
+    ],
+)
+def test_a_code_of_an_int8_dp_that_turns_over(monkeypatch, changes, at, factor, passes):
+    case = fuzz.replace(ONE_KEY_EACH, **changes)
+    results = fuzz.outcome(case, case.inputs("cpu"), "reference", torch.float64)
+    results = [x if name == "lse" else x.half() for name, x in zip(fuzz.RESULTS, results)]
+    dq = results[2]
+    if at == "largest":
+        at = tuple(torch.unravel_index(dq.abs().argmax(), dq.shape)[:2])
+    dq[at] *= factor
+    replaced(monkeypatch, results)
+    problem = fuzz.check(case, "kernel", "cpu")
+    assert problem is None if passes else problem.startswith("dq: ")
+
+
 @pytest.mark.parametrize("recipe", ["token(o=16bit)", "mixed"])
 def test_noise_may_overflow_fp16_and_nothing_else_may(monkeypatch, recipe):
     # each query sees one key, the last four are seen by none

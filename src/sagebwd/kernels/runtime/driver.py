@@ -30,7 +30,9 @@ def forward(
     if wide.columns[1] != call.value_dim:
         saved = saved._replace(o=copy(empty_like_rows(q, call.value_dim), saved.o[..., : call.value_dim]))
     if wide.columns[0] != call.head_dim:
-        saved = saved._replace(k_mean=contiguous(saved.k_mean[..., : call.head_dim]))
+        # a copy of one row too, whose columns are contiguous as they lie: the workspace has room for these alone
+        narrow = saved.k_mean.new_empty((*saved.k_mean.shape[:-1], call.head_dim))
+        saved = saved._replace(k_mean=copy(narrow, saved.k_mean[..., : call.head_dim]))
     if sinks is None:
         return saved
     mean = saved.k_mean if call.recipe.smooth_k else None
