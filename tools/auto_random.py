@@ -27,9 +27,10 @@ from statistics import geometric_mean
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from sagebwd import arguments, dispatch
-from sagebwd.auto.contenders import LOW, PEERS, TORCH, VARLEN
+from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH, VARLEN
 from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, MARGIN, MASK, PACKED, PADDING, WINDOW
 from sagebwd.call import Ask
 from sagebwd.cli.contenders import Attention, takes
@@ -101,6 +102,7 @@ class Row:
 
     call: in words. chosen: who the model names, ran: what `explain` says runs, why: its sentence. errors: relative L2
     of the output and of each gradient from the first of torch and the peers, by who ran it. slow: who was timed once.
+    picked: of those the backend that torch's own function takes, and so is timed twice.
     """
 
     seed: int
@@ -112,6 +114,7 @@ class Row:
     times: dict[str, tuple[float, float | None]]
     errors: dict[str, list[float]]
     slow: list[str]
+    picked: str = ""
 
     @property
     def wrong(self) -> list[str]:
@@ -141,8 +144,13 @@ class Row:
     @property
     def is_right(self) -> bool:
         """Whether who was chosen is within 3% of the fastest."""
-        ms = self.times.get(self.chosen, self.times.get(AUTO_RUN, (math.inf,)))[0]
-        return self.best is None or ms <= RIGHT * self.best
+        name = self.chosen if self.chosen in self.times else AUTO_RUN
+        return self.best is None or self.ms_of(name) <= RIGHT * self.best
+
+    def ms_of(self, name: str) -> float:
+        """Ms of a contender, the lesser of both of who was timed twice."""
+        names = {TORCH, self.picked} if name in (TORCH, self.picked) else {name}
+        return min((self.times[one][0] for one in names if one in self.times), default=math.inf)
 
 
 def runs_of(call: Call, tensors: list[Tensor]) -> tuple[dict[str, Attention], Callable]:
@@ -187,7 +195,16 @@ def measure(seed: int, number: int, call: Call, device: str, timer: Callable) ->
     slow = [name for name, (_, host_ms) in times.items() if host_ms is None]
     leaves = [x.detach().requires_grad_(call.trains) for x in tensors]
     ran, because = why(*leaves)
-    return Row(seed, number, str(call), chosen_of(call, leaves), ran, because, times, errors, slow)
+    picked = picked_of(call, attends.get(TORCH), leaves)
+    return Row(seed, number, str(call), chosen_of(call, leaves), ran, because, times, errors, slow, picked)
+
+
+def picked_of(call: Call, attend: Attention | None, leaves: list[Tensor]) -> str:
+    """The backend that torch's own function takes, as `Row.times` has it."""
+    if attend is None or call.kind == PACKED:
+        return ""
+    options = {name: value for name, value in attend.keywords.items() if value is not None}
+    return PICKED.get(SDPBackend(torch._fused_sdp_choice(*leaves, **options)).name, "")
 
 
 def chosen_of(call: Call, leaves: list[Tensor]) -> str:
@@ -215,14 +232,14 @@ def ms_by_package(call: Call, row: Row, card: str) -> float:
         _, of = arguments.choice_of(*leaves, **attentions(call, leaves)[0].keywords, card=card)
     times = dispatch.times_of(of.ask, card)
     if times is None:
-        return row.times[TORCH if of.size.by_torch else LOW][0]
+        return row.ms_of(TORCH if of.size.by_torch else LOW)
     own = (times.head_dim, times.value_dim) == (call.head_dim, call.value_dim)
     low_ms, full = times.ms(of.size)
     taken = {TORCH if name == VARLEN else name: ms for name, ms in full.items() if own or name not in PEERS}
     if low_ms is not None:
         taken[LOW] = (1 + MARGIN / 100) * low_ms
     known = [name for name in taken if name in row.times and name not in row.wrong]
-    return row.times[min(known, key=taken.get)][0]
+    return row.ms_of(min(known, key=taken.get))
 
 
 def compile_call(call: Call, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -86,6 +87,15 @@ def test_a_call_that_auto_does_not_run_is_lost():
     assert "2 calls, auto over the fastest: least 0.000, geometric mean 1.000, 1 raised" in text
     assert "lost: 0.000: a call: so" in text
     assert "chosen within 3% of the fastest: 1.000" in text
+
+
+def test_torchs_pick_is_timed_twice_and_the_lesser_counts():
+    of = row({"auto": 1.0, "low": 2.0, "torch": 1.0, "cudnn": 1.1, "flash": 1.2})
+    for picked, right in (("cudnn", [True, True, False]), ("flash", [True, False, True]), ("", [True, False, False])):
+        found = [
+            dataclasses.replace(of, chosen=chosen, picked=picked).is_right for chosen in ("torch", "cudnn", "flash")
+        ]
+        assert found == right
 
 
 def test_the_report_says_what_has_lost():
