@@ -11,7 +11,7 @@ import torch
 
 from tests import programs
 
-tables = pytest.importorskip("tools.tables", reason="prints tables by rich, which is in the extra lab")
+tables = pytest.importorskip("tools.tables.__main__", reason="prints tables by rich, which is in the extra lab")
 
 ROOT = Path(__file__).parent.parent
 PAGES = tables.pages()
