@@ -1,0 +1,106 @@
+"""Tables of docs/results/accuracy.md: relative L2 errors of O, dQ, dK and dV."""
+
+import math
+import statistics
+from functools import cache
+from itertools import pairwise
+
+from lab.studies.study_tables import table
+from sagebwd.diagnostics import layers, summary
+from sagebwd.diagnostics.tables import LABELS
+from sagebwd.diagnostics.trace import Row
+from tools.tables import sinks
+from tools.tables.cells import errors
+from tools.tables.results import RECIPES, STUDIES, TENSORS, load
+
+
+@cache
+def trace() -> list[Row]:
+    """Rows of heads of SmolLM2-135M."""
+    return summary.read(STUDIES / "trace_smollm2.json.xz")
+
+
+@cache
+def smollm2() -> dict[str, dict[str, tuple[float, float]]]:
+    """By recipe and tensor of SmolLM2-135M, the error over all layers and the worst layer's."""
+    return summary.overall(trace())
+
+
+@cache
+def gaussian() -> dict[tuple[str, float, str], float]:
+    """By recipe (or `printed`, the paper's), sigma and tensor, the error on Gaussian data."""
+    found = {}
+    for name in ("gaussian_plain", "gaussian_plain_mixed"):
+        for row in load(STUDIES / f"{name}.json"):
+            found[row["recipe"], row["sigma"], row["tensor"]] = row["relative_l2"]
+            found["printed", row["sigma"], row["tensor"]] = row["expected_l2"]
+    return found
+
+
+def by_data() -> str:
+    """Errors on Gaussian data, on two strengths of a sink, and of SmolLM2."""
+    first = sinks.at_first_key()
+    rows = [
+        [f"`{recipe}`", errors(gaussian()[recipe, 1, x] for x in TENSORS),
+         *(errors(first[logits, recipe][x] for x in TENSORS) for logits in (8, 12)),
+         errors(smollm2()[recipe][x][0] for x in TENSORS)]
+        for recipe in RECIPES
+    ]  # fmt: skip
+    rows.append(["`full`", *["not measured"] * 3, errors(smollm2()["full"][x][0] for x in TENSORS)])
+    weights = (f"first key with {first[logits, 'mixed']['weight']:.0%}" for logits in (8, 12))
+    return table(["recipe", "Gaussian, sigma 1", *weights, "SmolLM2-135M"], rows)
+
+
+def by_sigma() -> str:
+    """The paper's Table 1: errors on Gaussian data by the standard deviation of Q and K."""
+    names = ("printed", *RECIPES)
+    rows = [
+        [str(sigma), *(errors(gaussian()[name, sigma, x] for x in TENSORS) for name in names)]
+        for sigma in sorted({sigma for _, sigma, _ in gaussian()})
+    ]
+    return table(["sigma of Q and K", "the paper prints", *(f"`{name}`" for name in RECIPES)], rows)
+
+
+def of_smollm2() -> str:
+    """Errors of SmolLM2 over all layers, and of the worst layer."""
+    rows = [
+        [f"`{recipe}`", *(errors(own[name][worst] for name in TENSORS) for worst in (0, 1))]
+        for recipe, own in smollm2().items()
+    ]
+    return table(["recipe", "O / dQ / dK / dV, all layers", "the worst layer and window"], rows)
+
+
+def of_variants() -> str:
+    """Errors of SmolLM2's heads with and without the rotation."""
+    rows = load(STUDIES / "trained_heads_smollm2.json")["rows"]
+    return table(
+        ["recipe", "O / dQ / dK / dV"],
+        [
+            [f"`{name}`",
+             errors(math.sqrt(statistics.mean(row["errors"][name][x] ** 2 for row in rows)) for x in TENSORS)]
+            for name in rows[0]["errors"] if "smooth_q" not in name  # a field that went
+        ],
+    )  # fmt: skip
+
+
+def by_weight_of_the_first_key() -> str:
+    """Median errors of SmolLM2's heads by the first key's weight."""
+    found = summary.by_weight(trace(), layers.idle(trace()))
+    rows = []
+    for least, most in pairwise(summary.WEIGHTS):
+        medians = [
+            errors(statistics.median(row.relative_l2[name] for row in found[recipe, most]) for name in TENSORS)
+            for recipe in RECIPES
+        ]
+        rows.append([f"{least:g} to {most:g}", str(len(found["full", most])), *medians])
+    return table(["weight of the first key", "heads", *(f"`{recipe}`" for recipe in RECIPES)], rows)
+
+
+def by_product() -> str:
+    """Shares of the products in the error of SmolLM2."""
+    found = summary.shares(summary.read(STUDIES / "trace_smollm2_attribution.json.xz"))
+    rows = [
+        [f"`{recipe}`", LABELS.get(source, source.upper()), " / ".join(f"{share:.0%}" for share in own.values())]
+        for (recipe, source), own in found.items()
+    ]
+    return table(["recipe", "product", "share of the squared error of O / dQ / dK / dV"], rows)

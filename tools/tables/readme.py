@@ -1,0 +1,149 @@
+"""Tables of README, from the files of other pages' tables: what a call, a step and an error come to."""
+
+import re
+
+from lab.studies.study_tables import table
+from lab.training.gaps import Gap
+from tools.tables.accuracy import gaussian, smollm2
+from tools.tables.cells import between, length, mask_and_length
+from tools.tables.pretraining import continued, from_grid, gap
+from tools.tables.results import BENCHMARKS, RECIPES, TENSORS, load
+from tools.tables.speed import BESIDE_FA3, CARDS, LENGTHS, UNROTATED_AT_2K, packed_speeds, training_speeds
+from tools.tables.steps import of_325m, unmasked_calls
+
+
+def facts() -> str:
+    """What one call, one step and one number cost; then the figure, with three head_dims of speed.md's first table."""
+    h200, h100 = (training_speeds(*files) for files in CARDS.values())
+    h200_at_8k, h100_at_8k = (
+        between(speed for (*_, tokens), speed in found.items() if tokens == 8192) for found in (h200, h100)
+    )
+    steps = {name: of_325m(name) for name in ("mixed", "mixed+fused", "fa4")}
+    one, fused = (
+        [f"{steps[name][tokens]['speedup']:.2f}" for tokens in (2048, 4096, 8192, 16384)]
+        for name in ("mixed", "mixed+fused")
+    )
+    step_peak, fa4_step_peak = (f"{steps[name][4096]['peak_bytes'] / 2**30:.1f}" for name in ("mixed", "fa4"))
+    calls = unmasked_calls(16384)
+    peak, kept = (
+        between(calls[head_dim, "mixed"][name] / calls[head_dim, "fa4"][name] for head_dim in (64, 128))
+        for name in ("peak_bytes", "kept_bytes")
+    )
+    mixed, full = ([100 * smollm2()[name][x][0] for x in TENSORS[1:]] for name in ("mixed", "full"))
+    ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
+    lines = [
+        f"- **One call**: forward + backward of the recipe `mixed` is {h200_at_8k} times as fast as the best of "
+        "FlashAttention-3, FlashAttention-4 and cuDNN in BF16, over nine head_dims from 64 to 256 (8K tokens, "
+        f"H200; on an H100, without FlashAttention-3, {h100_at_8k}); short sequences, and calls on a GPU "
+        "that has done little before, gain less or lose ([all](docs/results/speed.md)).",
+        f"- **One training step** of a 325M model (head_dim 64) is {one[0]} (2K tokens), {one[1]} (4K), "
+        f"{one[2]} (8K) and {one[3]} (16K) times as fast as with "
+        "FlashAttention-4 on one H200 (cuDNN is slower, FlashAttention-3 was not timed); where "
+        "[one call](docs/qk-norm-rope.md#in-transformers) does norm and rotary embedding too "
+        f"{fused[0]}, {fused[1]}, {fused[2]} and {fused[3]} "
+        "([steps](docs/results/steps.md)).",
+        f"- **Memory**: a call keeps {kept} times what FlashAttention-4's keeps for backward, and its peak is {peak} "
+        f"times as high; the step's peak is {step_peak} GiB for {fa4_step_peak} "
+        "([memory](docs/results/steps.md#memory)).",
+        f"- **Error**: on SmolLM2-135M the gradients of `mixed` are off by {between(mixed, 1)}%, where 16-bit "
+        "attention is "
+        f"off by {between(full, 1)}%: {min(ratios):.0f} to {max(ratios):.0f} times as much.",
+        "- **Largest run**: 325M weights, 252M tokens under an earlier `token` and 73M under today's `mixed`, "
+        "one seed each: "
+        "too few to tell a gap from chance. At 35M weights and 16K tokens a step the mean of ten seeds of `mixed` is "
+        "within 0.02 nats of 16-bit attention's; at 131K that is not shown ([below](#is-it-safe)).",
+        "- **Tested GPUs**: H100 and H200 alone, with torch 2.11 and triton 3.6. The project is alpha.",
+        "",
+        "![Speed over the best BF16 kernel, by head_dim and length](docs/figures/widths.png)",
+        "`mixed`, forward + backward, over the best of FlashAttention-3, FlashAttention-4 and cuDNN in BF16; one "
+        "H200, by tokens:",
+        "",
+    ]
+    columns = [(causal, tokens) for causal in (True, False) for tokens in LENGTHS]
+    rows = [
+        [str(head_dim), *(f"{h200[head_dim, head_dim, *column]:.2f}" for column in columns)]
+        for head_dim in (64, 128, 256)
+    ]
+    return "\n".join([*lines, table(["head_dim", *(mask_and_length(*column) for column in columns)], rows)])
+
+
+def errors_of_smollm2() -> str:
+    """Errors of SmolLM2 beside those of 16-bit attention."""
+    found = smollm2()
+    rows = []
+    for name in (*RECIPES, "full"):
+        gradients = [found[name][x][0] / found["full"][x][0] for x in TENSORS[1:]]
+        over = "1" if name == "full" else f"{min(gradients):.0f} to {max(gradients):.0f}"
+        label = "`full`, 16-bit attention" if name == "full" else f"`{name}`"
+        rows.append([label, *(f"{found[name][x][0]:.4f}" for x in TENSORS), over])
+    dq = {(name, sigma): gaussian()[name, sigma, "dq"] for name in ("mixed", "printed") for sigma in (1, 10)}
+    below = (
+        "On [random data](docs/results/accuracy.md) the error depends on the size of the scores: with Q and "
+        "K of standard "
+        f"deviation 1 dQ is off by {dq['mixed', 1]:.0%} under `mixed`, at 10 by {dq['mixed', 10]:.0%}; the paper "
+        f"prints {dq['printed', 10]:.0%} of its own recipe there."
+    )
+    return table(["recipe", "O", "dQ", "dK", "dV", "gradients over 16-bit's"], rows) + "\n\n" + below
+
+
+def starred(row: Gap, digits: int = 3) -> str:
+    """A gap, with a star where the test of equivalence shows it to be within the margin."""
+    return gap(row, digits) + " *" * (row.p < 0.05)
+
+
+def training() -> str:
+    """Gaps of models trained from scratch and of SmolLM2 trained further."""
+    further = continued("lr-0.0001")
+    rows = []
+    for recipe in RECIPES:
+        folders = (
+            (f"mixed-{size}",) if recipe == "mixed" else (f"qknorm-{size}", f"qknorm-{size}-seed?")
+            for size in ("small", "large")
+        )
+        cells = [starred(from_grid(*patterns)[recipe]) for patterns in folders]
+        rows.append([f"`{recipe}`", *cells, starred(further[recipe], 5)])
+        if recipe == "token":
+            variant = "token with dP in INT8"
+            small = starred(from_grid("mixed-small")[variant])
+            rows.append(["`token(dp=int8)`", small, "not run", starred(further[variant], 5)])
+    head = ["", "from scratch, 16K tokens a step", "from scratch, 131K", "SmolLM2-135M, trained further, rate 1e-4"]
+    return table(head, rows)
+
+
+def gpu_tests() -> str:
+    """The newest whole run of the GPU tests, and the newest."""
+    whole, newest = (
+        load(BENCHMARKS / f"gpu-suite_h200_2026-11-28_{commit}.json")["counts"] for commit in ("2451bcf", "fa73f48")
+    )
+    whole, newest = (
+        ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+        for counts in (whole, newest)
+    )
+    sequences = (BENCHMARKS / "call-sequences_h200_2026-11-28_2451bcf.txt").read_text(encoding="utf-8")
+    steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
+    return (
+        f"The GPU tests on two H200s on 2026-11-28: {whole} (most stand for combinations that others cover), some "
+        f"40 not run when time ended; of a newer tree, as far as time allowed, {newest}. "
+        f"That no call leaves a trace in later ones: of {steps} random calls, each compared with the same call in a "
+        f"fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, an older tree."
+    )
+
+
+def limits() -> str:
+    """Where it is not faster."""
+    h200, h100 = (training_speeds(*files) for files in CARDS.values())
+    (head_dim, _, _, tokens), slowest = min(h200.items(), key=lambda item: item[1])
+    at_2k = [speed for (*_, tokens), speed in training_speeds(UNROTATED_AT_2K, *BESIDE_FA3).items() if tokens == 2048]
+    packed = [own["fwd+bwd"] for (*_, sequences), own in packed_speeds().items() if sequences.endswith("x 2048")]
+    return "\n".join([
+        f"- **Where another kernel is as fast.** Over nine head_dims and 4K to 16K tokens `mixed` is "
+        f"{between(h200.values())} times as fast as the best BF16 kernel on an H200 and "
+        f"{between(h100.values())} on an H100. The lowest on an H200, {slowest:.2f}, is head_dim {head_dim} at "
+        f"{length(tokens)} under a causal mask. FlashAttention-3 is one of those kernels on the H200 alone. In "
+        "[short bursts](docs/results/speed.md#short-bursts), before power limits the clock, most gain less, and at 2K "
+        "tokens all lose under a causal mask.",
+        f"- **Short sequences.** At 2K tokens and head_dim 64 or 128 it is {between(at_2k)} times as fast "
+        "(at 128 an earlier `mixed`, and FlashAttention-3 was not timed). "
+        f"[Packed](docs/results/speed.md#packed-sequences) documents of 2K tokens are slower than with "
+        f"FlashAttention-4: {between(packed)}.",
+    ])  # fmt: skip
