@@ -113,13 +113,13 @@ def training() -> str:
 def gpu_tests() -> str:
     """The newest whole run of the GPU tests, and the newest."""
     whole, newest = (
-        load(BENCHMARKS / f"gpu-suite_h200_2026-11-28_{commit}.json")["counts"] for commit in ("2451bcf", "fa73f48")
+        load(BENCHMARKS / f"gpu-suite_h200_2026-11-28_{commit}.json")["counts"] for commit in ("2451bcf", "b7ba374")
     )
     whole, newest = (
         ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("passed", "failed", "skipped"))
         for counts in (whole, newest)
     )
-    sequences = (BENCHMARKS / "call-sequences_h200_2026-11-28_2451bcf.txt").read_text(encoding="utf-8")
+    sequences = (BENCHMARKS / "call-sequences_h200_2026-11-28_b7ba374.txt").read_text(encoding="utf-8")
     steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
     return (
         f"The GPU tests on two H200s on 2026-11-28: {whole} (most stand for combinations that others cover), some "
