@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,36 @@ def test_the_command(tmp_path, capsys):
     for wrong in (["--kind", "sink"], ["--load", "file"], ["--head-dim", "wide"]):
         with pytest.raises(SystemExit):
             int8_dp.main(["recipes", *wrong])
+
+
+def test_the_figure_draws_committed_errors(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    files = [DOCS / "results" / f"int8_dp_{name}.json" for name in ("steps", "steps_smollm2")]
+    path = tmp_path / "folder" / "steps.png"
+    int8_dp.main(["figure", *map(str, files), "--output", str(path)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{path}\n"
+    for wrong in ([files[0]], [files[0].with_name("int8_dp_64.json"), "--output", path], ["--output", path]):
+        with pytest.raises(SystemExit):
+            int8_dp.main(["figure", *map(str, wrong)])
+
+
+def test_the_figure_has_a_mark_and_a_bar_for_each_recipe_and_step():
+    """Marks at medians and bars that end at the largest errors of dS, of the two recipes of a kind."""
+    pytest.importorskip("matplotlib")
+    import matplotlib.pyplot as plt
+
+    rows = json.loads((DOCS / "results" / "int8_dp_steps_smollm2.json").read_text(encoding="utf-8"))["rows"]
+    (axis,) = int8_dp.figure(rows).axes
+    steps = [int8_dp.IN_WORDS[step] for step in int8_dp.STEPS]
+    assert sorted(steps) == sorted(text.get_text() for text in axis.get_yticklabels())
+    marks = {line.get_label(): line.get_xdata() for line in axis.lines}
+    ends = [end for lines in axis.collections for _, (end, _) in lines.get_segments()]
+    for recipe in ("mixed", "token(first_keys=16)"):
+        errors = [row["errors"]["ds"] for row in rows if row["recipe"] == recipe]
+        assert list(marks[recipe]) == [statistics.median(of) for of in errors]
+        assert all(max(of) in ends for of in errors)
+    plt.close("all")
 
 
 MIXED_AND_TOKEN = ("mixed", "mixed(dp=int8)", "token", "token(dp=int8)")
