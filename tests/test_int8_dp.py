@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,36 @@ def test_the_command(tmp_path, capsys):
             int8_dp.main(["recipes", *wrong])
 
 
+def test_the_figure_draws_committed_errors(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    files = [DOCS / "results" / f"int8_dp_{name}.json" for name in ("steps", "steps_smollm2")]
+    path = tmp_path / "folder" / "steps.png"
+    int8_dp.main(["figure", *map(str, files), "--output", str(path)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{path}\n"
+    for wrong in ([files[0]], [files[0].with_name("int8_dp_64.json"), "--output", path], ["--output", path]):
+        with pytest.raises(SystemExit):
+            int8_dp.main(["figure", *map(str, wrong)])
+
+
+def test_the_figure_has_a_mark_and_a_bar_for_each_recipe_and_step():
+    """Marks at medians and bars that end at the largest errors of dS, of the two recipes of a kind."""
+    pytest.importorskip("matplotlib")
+    import matplotlib.pyplot as plt
+
+    rows = json.loads((DOCS / "results" / "int8_dp_steps_smollm2.json").read_text(encoding="utf-8"))["rows"]
+    (axis,) = int8_dp.figure(rows).axes
+    steps = [int8_dp.IN_WORDS[step] for step in int8_dp.STEPS]
+    assert sorted(steps) == sorted(text.get_text() for text in axis.get_yticklabels())
+    marks = {line.get_label(): line.get_xdata() for line in axis.lines}
+    ends = [end for lines in axis.collections for _, (end, _) in lines.get_segments()]
+    for recipe in ("mixed", "token(first_keys=16)"):
+        errors = [row["errors"]["ds"] for row in rows if row["recipe"] == recipe]
+        assert list(marks[recipe]) == [statistics.median(of) for of in errors]
+        assert all(max(of) in ends for of in errors)
+    plt.close("all")
+
+
 MIXED_AND_TOKEN = ("mixed", "mixed(dp=int8)", "token", "token(dp=int8)")
 APART = ("mixed", "mixed(dp=int8)", "token(first_keys=16)", "token(first_keys=16, dp=int8)")
 # page, file, kinds and recipes of the tables in pages
@@ -208,7 +239,6 @@ TABLES = (
     ("results/int8-dp.md", "int8_dp_64.json", ("sink at 1", "sink at 5"), APART),
     ("results/int8-dp.md", "int8_dp_smollm2.json", ("real",), (*MIXED_AND_TOKEN, "paper")),
     ("results/int8-dp.md", "int8_dp_steps.json", ("outliers", "sink at 0"), ("mixed",)),
-    ("results/int8-dp.md", "int8_dp_steps_smollm2.json", ("real",), ("mixed",)),
     (
         "sinks.md", "int8_dp_64.json", tuple(f"sink at {place}" for place in (1, 5, 40)),
         ("token", "token(first_keys=16)"),
@@ -221,6 +251,32 @@ def test_pages_have_the_commands_tables(page, file, kinds, recipes, capsys):
     options = [x for name, each in (("--kind", kinds), ("--recipe", recipes)) for one in each for x in (name, one)]
     int8_dp.main(["show", str(DOCS / "results" / file), *options])
     assert capsys.readouterr().out.strip() in (DOCS / page).read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_each_step_mends():
+    """The errors in its table of steps, dS's, and in its sentence on the worst real head, dQ's."""
+    rows = []
+    for file in ("int8_dp_steps.json", "int8_dp_steps_smollm2.json"):
+        rows += json.loads((DOCS / "results" / file).read_text(encoding="utf-8"))["rows"]
+    errors = {(row["kind"], row["step"]): row["errors"] for row in rows if row["recipe"] == "mixed"}
+    page = (DOCS / "results" / "int8-dp.md").read_text(encoding="utf-8")
+
+    def error(tensor, kind, step, of):
+        return f"{of(errors[kind, step][tensor]):.3f}".removeprefix("0")
+
+    def said(label, kind, step, of):
+        return f"{label}: {error('ds', kind, f'without: {step}', of)}, {error('ds', kind, 'all four', of)}"
+
+    for step, kind in zip(int8_dp.DP_STEPS, ("outliers", "sink at 0", "outliers", "sink at 0")):
+        line = page.partition(f"\n| {step} |")[2].partition("\n")[0]
+        real = "; " + said("largest of real heads", "real", step, max) if kind == "sink at 0" else ""
+        assert line.endswith(f"| {said(kind, kind, step, statistics.median)}{real} |")
+    steps = {
+        "with all four steps": "all four", "without token scales": "without: token scales",
+        "without the mean of O": "without: mean of O", "with none": "none", "with dP in 16 bit": "dP in 16 bit",
+    }  # fmt: skip
+    worst = [f"{error('dq', 'real', step, max)} {words}" for words, step in steps.items()]
+    assert f"dQ's error is {', '.join(worst[:-1])}, and {worst[-1]}." in page
 
 
 def test_the_page_has_the_layers_of_a_trained_model():

@@ -1,10 +1,10 @@
 """dP in INT8: errors of recipes with it and without it, and what each step of it mends.
 
 ``python -m lab.studies.int8_dp recipes | steps`` measure, write JSON and print a Markdown table; ``show FILE`` prints
-that of a file, or of some of its kinds and recipes. Products are emulated in FP32 from inputs drawn in BF16 and
-compared with FP64 on the same inputs, causal; relative L2 throughout. ``steps`` takes the steps of
-`DP_STEPS` away one at a time, all but the scales a token, and all four; its last line is the
-recipe with dP in 16 bit.
+that of a file, or of some of its kinds and recipes; ``figure FILE [FILE ...] --output PNG`` draws the errors of dS in
+files that ``steps`` wrote. Products are emulated in FP32 from inputs drawn in BF16 and compared with FP64 on the same
+inputs, causal; relative L2 throughout. ``steps`` takes the steps of `DP_STEPS` away one at a time, all but the scales
+a token, and all four; its last line is the recipe with dP in 16 bit.
 
 Kinds: ``gaussian``, N(0, 1); ``outliers``, with means and channels of outliers in K and V;
 ``sink at N``, with key N 12 logits above the rest (`lab.studies.gaussian`); and what ``--load`` brings.
@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,12 +25,16 @@ from torch import Tensor
 from lab.studies import gaussian
 from lab.studies.study_tables import table, write
 from sagebwd.diagnostics import capture
+from sagebwd.diagnostics.plots import save
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 from sagebwd.reference.emulator import DpOperands, Emulator
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import pad_tokens, quantize_tokens
 from sagebwd.reference.rotation import rotated
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RECIPES = (
     "mixed", "mixed(dp=int8)", "token", "token(dp=int8)", "token(first_keys=1)", "token(first_keys=1, dp=int8)",
@@ -50,6 +55,16 @@ STEPS: dict[str, Collection[str] | None] = {
     "none": (),
     "dP in 16 bit": None,
 }
+IN_WORDS = {
+    "dP in 16 bit": "dP in 16 bit",
+    "all four": "dP in INT8, all four steps",
+    **{f"without: {step}": f"without {step}" for step in DP_STEPS},
+    "scales a token alone": "token scales alone",
+    "none": "none of the four",
+}
+"""`STEPS` as the figure names them, from its top down."""
+COLORS = ("C2", "C0")
+"""Of a figure's recipes, `mixed` first: those of `lab.commands.figures`."""
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 Sample = tuple[str, Tensors, float, Band]
 """A kind; q, k, v and do of one head, (1, 1, N, .); the softmax scale; which keys a query sees."""
@@ -163,11 +178,60 @@ def _cell(error: float) -> str:
     return f"{error:.3f}".removeprefix("0")
 
 
+def figure(rows: Sequence[dict]) -> Figure:
+    """dS's relative L2 error by step, a panel for each kind: a mark at the median over heads, a bar to the largest.
+
+    Args: rows, of files that ``steps`` wrote. Raises ValueError where there are none, where one has no step, or where
+    there are more recipes than `COLORS`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    kinds, recipes = (list(dict.fromkeys(row[name] for row in rows)) for name in ("kind", "recipe"))
+    if not rows or not all("step" in row for row in rows) or len(recipes) > len(COLORS):
+        raise ValueError(f"figure: expected rows of steps, of one or two recipes; got {len(rows)} of {recipes}")
+    places = {step: place for place, step in enumerate(IN_WORDS)}
+    drawn, axes = plt.subplots(
+        1, len(kinds), figsize=(1.8 + 1.42 * len(kinds), 3.5), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, kind in zip(axes.flat, kinds):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        for number, (recipe, color) in enumerate(zip(recipes, COLORS)):
+            found = [row for row in of_kind if row["recipe"] == recipe]
+            y = [places[row["step"]] + 0.3 * (number - (len(recipes) - 1) / 2) for row in found]
+            middle, largest = ([of(row["errors"]["ds"]) for row in found] for of in (statistics.median, max))
+            axis.hlines(y, middle, largest, color=color, linewidth=1.5)
+            axis.plot(largest, y, "|", color=color, markersize=5)
+            axis.plot(middle, y, "os"[number], color=color, markersize=4.5, label=recipe)
+            without_int8 = [error for row, error in zip(found, middle) if row["step"] == "dP in 16 bit"]
+            axis.vlines(without_int8, -0.5, len(places) - 0.5, color=color, linewidth=0.8, linestyle=":")
+        axis.set_title(f"{kind}, {len(of_kind[0]['errors']['ds'])} heads", fontsize=9)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(numticks=9))
+        axis.xaxis.set_major_formatter(lambda error, _: f"{error:g}".removeprefix("0"))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.margins(y=0)
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.tick_params(labelsize=8.5)
+    axes[0, 0].set_yticks(range(len(places)), IN_WORDS.values())
+    axes[0, 0].invert_yaxis()
+    drawn.suptitle("dS's relative L2 error to FP64, median (mark) to largest (bar); dotted: dP in 16 bit", fontsize=9)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    return drawn
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m lab.studies.int8_dp", description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=("recipes", "steps", "show"))
-    parser.add_argument("file", nargs="?", type=Path, help="the JSON to write, or with show to read")
+    parser.add_argument("part", choices=("recipes", "steps", "show", "figure"))
+    parser.add_argument("files", nargs="*", type=Path, help="the JSON to write, or with show or figure to read")
+    parser.add_argument("--output", type=Path, help="the PNG that figure writes")
     parser.add_argument("--kind", action="append", help=f"one of {', '.join(KINDS)}; repeat [default: all]")
     parser.add_argument("--load", action="append", default=[], help="NAME=FILE of `sagebwd trace --save`; repeat")
     parser.add_argument("--recipe", action="append", help="recipe name or text; repeat for several")
@@ -175,13 +239,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--head-dim", default="64", help="as 64, or with value's as 192/128")
     parser.add_argument("--seeds", type=int, default=4, help="draws, 0 for what is loaded alone")
     given = parser.parse_args(arguments)
-    if given.part == "show":
-        if given.file is None or not given.file.is_file():
-            parser.error(f"show: there is no file {given.file}")
-        content = json.loads(given.file.read_text(encoding="utf-8"))
+    if len(given.files) > 1 and given.part != "figure":
+        parser.error(f"{given.part}: expected one file, got {len(given.files)}")
+    if (given.output is None) == (given.part == "figure"):
+        parser.error("figure needs --output PNG, and no other part takes it")
+    if given.part in ("show", "figure"):
+        if not given.files or not all(path.is_file() for path in given.files):
+            parser.error(f"{given.part}: expected files that exist, got {', '.join(map(str, given.files)) or 'none'}")
+        contents = [json.loads(path.read_text(encoding="utf-8")) for path in given.files]
         for name, wanted in (("kind", given.kind), ("recipe", given.recipe)):
-            content["rows"] = [row for row in content["rows"] if wanted is None or row[name] in wanted]
-        print(markdown(content))
+            for content in contents:
+                content["rows"] = [row for row in content["rows"] if wanted is None or row[name] in wanted]
+        if given.part == "show":
+            print(markdown(contents[0]))
+            return
+        try:
+            save(figure([row for content in contents for row in content["rows"]]), given.output, dpi=150)
+        except ValueError as error:
+            parser.error(str(error))
+        print(given.output)
         return
     try:
         head_dim, _, value_dim = given.head_dim.partition("/")
@@ -200,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "part": given.part, "torch": torch.__version__, "tokens": given.tokens, "head_dim": given.head_dim,
         "seeds": given.seeds, "rows": rows,
     }  # fmt: skip
-    if given.file is not None:
-        write(given.file, content)
+    for path in given.files:
+        write(path, content)
     print(markdown(content))
 
 
