@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
 from sagebwd import arguments, dispatch
-from sagebwd.auto import model
+from sagebwd.auto import explain, model
 from sagebwd.auto.model import (
     CAUSAL,
     DIRECTIONS,
@@ -169,6 +169,28 @@ def test_a_trace_counts_work_of_all_lengths_in_one_graph():
                 x = torch.ones(tokens)
                 assert torch.equal(compiled(x, longest), scaled(x, longest))
             assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "ran"),
+    [
+        (704, {"kind": WINDOW, "training": True}, "efficient"),
+        (640, {"kind": WINDOW, "training": True}, "cudnn"),
+        (704, {"kind": WINDOW}, "cudnn"),
+        (704, {"kind": CAUSAL, "training": True}, "cudnn"),
+    ],
+)
+def test_a_window_whose_gradients_cudnn_gets_wrong_is_anothers(tokens, change, ran, measured):
+    """torch's issue 196678: dQ is NaN under a mask, at 64 keys more than a multiple of 128."""
+    ask = ASK._replace(**change)
+    one = times(SLOWER, direction=DIRECTIONS[ask.training], kind=ask.kind, full=None, efficient=(0, 0, 1, 3))
+    measured.append(one._replace(full={"cudnn": Cost.of(0, 0, 1, 2), **one.full}))
+    of = size(tokens, width=64)
+    choice = dispatch.choose(ask, of)
+    assert choice.contender == ran
+    why = explain.explained(choice, ask, of, "auto", "NVIDIA H200").why
+    assert ("; torch's cuDNN may give NaN in gradients under a window of 704 keys" in why) == (ran == "efficient")
+    assert dispatch.choose(ask, of, planned=False).contender == "torch", "torch picks"
 
 
 @pytest.mark.parametrize("counts", [((3, 0, 0, 0),) * 2, ((100, 200), (1, 0)), ((1, 0), (100, 200))])

@@ -12,7 +12,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.arguments import choice_of, packed_choice_of
 from sagebwd.auto import agreement, model, peers
-from sagebwd.auto.contenders import NAMES, PEERS, TORCH
+from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
@@ -166,6 +166,8 @@ def _other_peers(choice: Choice, ask: Ask, size: Size, times: Times, card: str |
             why = "has no such mask"
         if why is not None:
             told.append(f"; {NAMES[peer]} {why}")
+    if CUDNN in times.full and size.by_torch and dispatch.is_wrong(CUDNN, ask, size):
+        told.append(f"; {NAMES[CUDNN]} may give NaN in gradients under a window of {size.keys} keys")
     return "".join(told)
 
 
