@@ -102,7 +102,7 @@ def sage_attention(
     given = query, key, value, attn_mask, None, None, sinks
     kind = None if block_mask is not mask else plans.kind_of(given, mask, recipe, window, settings)
     plan = PLANS.get(kind) if kind is not None and recipe == AUTO else None
-    if plan is not None:  # torch's, however q, k and v lie
+    if plan is not None:  # in full precision, however q, k and v lie
         counts[plan.answer] += 1
         return plan.run(query, key, value, attn_mask)
     spec = plans.laid_out(kind, given)
@@ -192,14 +192,16 @@ def sage_attention_varlen(
 def _planned(
     kind: Hashable | None, spec: Hashable | None, checked: Arguments, sinks: Tensor | None
 ) -> plans.Plan | plans.SdpaCall | None:
-    """The plan of a call, kept: torch's of a dense call for its kind, another for its specification; None without."""
+    """The plan of a call, kept: in full precision a dense call's for its kind, another for its specification.
+
+    None without either.
+    """
     if kind is spec is None:
         return None
     q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
     choice, packed = checked.choice(), checked.offsets[0] is not None
     contender = choice.contender
-    by_torch = contender is not None and contender not in PEERS
-    key = kind if by_torch and kind is not None else spec
+    key = spec if contender is None or kind is None else kind
     if key is None:
         return None
     if contender is None:

@@ -248,6 +248,25 @@ def test_a_peer_computes_the_same_call(name, peer, measured, install, on_cpu):
     assert calls[0] == {"shape": (2, 30, 4, 128), "scale": 128**-0.5} | expected | {"window": window}
 
 
+def test_a_peer_has_one_plan_of_a_kind_and_no_tensor_whose_memory_is_not_its_numbers(measured, install, on_cpu):
+    """Peers read memory: a sign, or zeros, that torch keeps beside it are torch's to know."""
+    calls = install(FA4)
+    measured += [times(SLOWER, **{FA4: BEST})]
+    q, k, v = (x.detach() for x in draw())
+    exact = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    laid_out = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for tensors in ((q, k, v), laid_out):
+        assert relative_l2(sage_attention(*tensors, is_causal=True, enable_gqa=True), exact) < 0.02
+    assert len(calls) == 2
+    assert len(PLANS) == 1
+    zero = torch._efficientzerotensor(q.shape, dtype=q.dtype)
+    for given in (torch._neg_view(-q), zero):
+        out = sage_attention(given, k, v, is_causal=True, enable_gqa=True)
+        wanted = F.scaled_dot_product_attention(given, k, v, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+    assert len(calls) == 2
+
+
 def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, monkeypatch):
     calls = install(FA4)
     measured += [times(SLOWER, kind=kind, **{FA4: BEST}) for kind in (WINDOW, PACKED)]

@@ -113,11 +113,11 @@ def dense(
 ) -> Callable[..., Tensor]:
     """Attention of q (B, Hq, N, D), k (B, Hkv, M, D) and v (B, Hkv, M, Dv), of the first ``keys`` of M.
 
-    window: (left, right) in tokens, -1 for no limit; where it has one, M is N.
+    window: (left, right) in tokens, -1 for no limit; where it has one, M is N. What a plan is given beside is None.
     """
     function, options = module_of(peer).flash_attn_func, _options(peer, is_causal, window, scale)
 
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, *_: None) -> Tensor:
         if keys is not None:
             key, value = key[:, :, :keys], value[:, :, :keys]
         out = function(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **options)

@@ -193,7 +193,7 @@ def settled(
     band = way.band or Band()
     window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
     theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
-    return _unless_refused(contender, lambda query, key, value, *_: theirs(query, key, value), instead, run)
+    return _unless_refused(contender, theirs, instead, run)
 
 
 def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
@@ -229,7 +229,8 @@ def _unless_refused(
 
     def run(*given: Tensor | None) -> Tensor:
         nonlocal refused
-        if refused:
+        q, k, v = given[:3]
+        if refused or _stands_for_others(q) or _stands_for_others(k) or _stands_for_others(v):
             return others(*given)
         try:
             with device_of(given[0]):
@@ -247,6 +248,11 @@ def _unless_refused(
             return others(*given)
 
     return run
+
+
+def _stands_for_others(x: Tensor) -> bool:
+    """Whether a tensor's memory is not its numbers: torch's functions know of a sign or zeros that it keeps apart."""
+    return x.is_neg() or x._is_zerotensor()
 
 
 def _is_of_the_machine(error: BaseException | None) -> bool:
