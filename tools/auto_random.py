@@ -238,7 +238,8 @@ def ms_by_package(call: Call, row: Row, card: str) -> float:
     taken = {TORCH if name == VARLEN else name: ms for name, ms in full.items() if own or name not in PEERS}
     if low_ms is not None:
         taken[LOW] = (1 + MARGIN / 100) * low_ms
-    known = [name for name in taken if name in row.times and name not in row.wrong]
+    wrong = [*row.wrong, *(name for name in taken if dispatch.is_wrong(name, of.ask, of.size))]
+    known = [name for name in taken if name in row.times and name not in wrong]
     return row.ms_of(min(known, key=taken.get))
 
 

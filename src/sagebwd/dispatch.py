@@ -20,9 +20,9 @@ from torch import Tensor
 from sagebwd import switches
 from sagebwd.auto import agreement, model, peers
 from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.contenders import CUDNN, LOW, PEERS
+from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, LOW, PEERS
 from sagebwd.auto.contenders import TORCH as PICKED_BY_TORCH
-from sagebwd.auto.model import WINDOW, Size, Times
+from sagebwd.auto.model import CAUSAL, WINDOW, Size, Times
 from sagebwd.call import Ask, Call, Saved, padded_head_dim
 from sagebwd.kernels import capabilities
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, TORCH, Row
@@ -137,9 +137,13 @@ def is_wrong(name: str, ask: Ask, size: Size) -> bool:
     """Whether a contender's gradients are known to be wrong for a call.
 
     cuDNN's dQ is NaN under a mask tensor where keys are 64 more than a multiple of 128 and a query's log-sum-exp is
-    less than -88.7 (torch's issue 196678). That counts where the mask is of this package's making: a window's.
+    less than -88.7 (torch's issue 196678). That counts where the mask is of this package's making: a window's, and a
+    causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN: FlashAttention-2 takes no
+    mask, the memory-efficient no grouped heads.
     """
-    return name == CUDNN and ask.training and ask.kind == WINDOW and size.keys % 128 == 64
+    masked = ask.kind == WINDOW or (ask.kind == CAUSAL and size.queries > size.keys)
+    by_cudnn = name in (CUDNN, FLASH) or (name == EFFICIENT and size.heads > size.kv_heads)
+    return by_cudnn and ask.training and masked and size.keys % 128 == 64
 
 
 @assume_constant

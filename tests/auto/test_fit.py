@@ -109,6 +109,18 @@ def test_of_calls_that_wait_for_the_host_there_is_no_multiple():
         assert padding.low.ms(work_of(row, "low")) == pytest.approx(row["ms"], rel=0.2)
 
 
+def test_of_pairs_of_cut_tiles_alone_there_is_no_multiple():
+    """Regression: a division by zero of a peer's timings, whose cut tiles take no longer, beside such a pick's."""
+    shapes = [(1, heads, tokens) for heads, tokens in ((16, 3000), (32, 3000), (64, 1472), (16, 12072), (256, 320))]
+    rows = rows_of(FULL, torch=Cost(0, 0, 0, 0, cut=1000), shapes=[*shapes, (1, 64, 700)])
+    waiting = rows_of(FULL, torch=Cost.of(20, 0, 0, 0), shapes=[(1, 32, 8192), (1, 64, 4096), (1, 64, 8192)])
+    for row in rows[:2]:
+        row["others"] = {"fa4": [1.0, 0.01]}
+    (found,) = fitted(rows + waiting, "", "")
+    assert found.full["torch"] == Cost(found.full["torch"].host, 0, 0, 0, cut=1000)
+    assert max(found.full["fa4"]) > 0
+
+
 def test_what_does_not_run_has_no_costs():
     assert not fitted(rows_of(ms=None)[:0], "", "")
     none = [row | {"ms": None, "host_ms": None} for row in rows_of()]

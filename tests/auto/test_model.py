@@ -172,24 +172,33 @@ def test_a_trace_counts_work_of_all_lengths_in_one_graph():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "change", "ran"),
+    ("of", "change", "ran"),
     [
-        (704, {"kind": WINDOW, "training": True}, "efficient"),
-        (640, {"kind": WINDOW, "training": True}, "cudnn"),
-        (704, {"kind": WINDOW}, "cudnn"),
-        (704, {"kind": CAUSAL, "training": True}, "cudnn"),
+        (size(704), {"kind": WINDOW, "training": True}, "efficient"),
+        (size(640), {"kind": WINDOW, "training": True}, "cudnn"),
+        (size(704), {"kind": WINDOW}, "cudnn"),
+        (size(704), {"kind": CAUSAL, "training": True}, "cudnn"),
+        (size(704, 832), {"kind": CAUSAL, "training": True}, "cudnn"),
+        (size(705, 704), {"kind": CAUSAL, "training": True}, "efficient"),  # a mask's too
+        (Size(704, 704, 16, 4), {"kind": WINDOW, "training": True}, None),  # torch's memory-efficient takes no groups
     ],
 )
-def test_a_window_whose_gradients_cudnn_gets_wrong_is_anothers(tokens, change, ran, measured):
-    """torch's issue 196678: dQ is NaN under a mask, at 64 keys more than a multiple of 128."""
+def test_a_mask_under_which_cudnn_gets_gradients_wrong_is_anothers(of, change, ran, measured):
+    """torch's issue 196678: dQ is NaN under a mask, at 64 keys more than a multiple of 128.
+
+    Whoever of torch's refuses a call has it run by cuDNN.
+    """
     ask = ASK._replace(**change)
-    one = times(SLOWER, direction=DIRECTIONS[ask.training], kind=ask.kind, full=None, efficient=(0, 0, 1, 3))
-    measured.append(one._replace(full={"cudnn": Cost.of(0, 0, 1, 2), **one.full}))
-    of = size(tokens, width=64)
+    one = times(
+        (0, 0, 9, 99), direction=DIRECTIONS[ask.training], kind=ask.kind, full=None, cudnn=(0, 0, 1, 1),
+        flash=(0, 0, 1, 2), efficient=(0, 0, 1, 3),
+    )  # fmt: skip
+    measured.append(one)
+    of = of._replace(width=64)
     choice = dispatch.choose(ask, of)
     assert choice.contender == ran
     why = explain.explained(choice, ask, of, "auto", "NVIDIA H200").why
-    assert ("; torch's cuDNN may give NaN in gradients under a window of 704 keys" in why) == (ran == "efficient")
+    assert ("; torch's cuDNN may give NaN in gradients under a mask of 704 keys" in why) == (ran != "cudnn")
     assert dispatch.choose(ask, of, planned=False).contender == "torch", "torch picks"
 
 

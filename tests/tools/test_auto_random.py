@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from sagebwd.auto.model import CAUSAL, FULL, KINDS, PACKED
+from sagebwd.auto.model import CAUSAL, FULL, KINDS, PACKED, TRAINING, WINDOW
+from tests.auto.calls import times
 from tools import auto_random
 from tools.auto_random import MOST_ELEMENTS, Row
 from tools.auto_shapes import Call
@@ -20,10 +21,10 @@ def timer(ms):
     return lambda runs, device, **_: {name: (ms.get(name, 1.0), 0.1) for name in runs}
 
 
-def row(times, errors=None, **more):
-    times = {name: (ms, 0.1) for name, ms in times.items()}
+def row(ms, errors=None, **more):
+    by_name = {name: (x, 0.1) for name, x in ms.items()}
     given = {"seed": 0, "number": 0, "call": "a call", "chosen": "low", "ran": "mixed on hopper", "why": "so"} | more
-    return Row(**given, times=times, errors=errors or {}, slow=[])
+    return Row(**given, times=by_name, errors=errors or {}, slow=[])
 
 
 def test_calls_are_those_of_the_seed_and_within_bounds():
@@ -96,6 +97,16 @@ def test_torchs_pick_is_timed_twice_and_the_lesser_counts():
             dataclasses.replace(of, chosen=chosen, picked=picked).is_right for chosen in ("torch", "cudnn", "flash")
         ]
         assert found == right
+
+
+def test_whose_gradients_are_wrong_under_a_mask_is_not_the_packages_choice(monkeypatch):
+    """Regression: cuDNN counted as chosen under windows that `sagebwd.dispatch` gives to others."""
+    known = times((0, 0, 9, 9), (64, 64), TRAINING, WINDOW, full=None, cudnn=(0, 0, 1, 1))
+    monkeypatch.setattr(auto_random.dispatch, "times_of", lambda *_: known)
+    for tokens, ms in ((448, 2.0), (512, 0.9)):
+        call = Call(WINDOW, 64, 64, 32, 8, 2, tokens, left=127)
+        found = row({"low": 2.0, "torch": 0.9, "cudnn": 1.0}, picked="cudnn")
+        assert auto_random.ms_by_package(call, found, "NVIDIA H200") == ms
 
 
 def test_the_report_says_what_has_lost():

@@ -167,7 +167,7 @@ def _other_peers(choice: Choice, ask: Ask, size: Size, times: Times, card: str |
         if why is not None:
             told.append(f"; {NAMES[peer]} {why}")
     if CUDNN in times.full and size.by_torch and dispatch.is_wrong(CUDNN, ask, size):
-        told.append(f"; {NAMES[CUDNN]} may give NaN in gradients under a window of {size.keys} keys")
+        told.append(f"; {NAMES[CUDNN]} may give NaN in gradients under a mask of {size.keys} keys")
     return "".join(told)
 
 

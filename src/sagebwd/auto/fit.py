@@ -119,7 +119,8 @@ def coefficients(
         point = 1.0, work.rows / _ROWS, pairs, work.keys / _KEYS, cut, ms
         (points if ms >= BOUND * (host_ms or 0) else bounds).append(point)
     counts = [point[1] for point in points]
-    if like is not None and not any(like):  # of calls that are all their host's, of which there is no multiple
+    # of calls that are all their host's there is no multiple, nor of rare coefficients alone, which others may lack
+    if like is not None and not any(x for column, x in enumerate(like) if column not in _RARE):
         like = None
     few = len(points) < ENOUGH or (is_other and max(counts) < 2 * min(counts))
     if like is None or not few:
