@@ -123,7 +123,7 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     for name, cost in full:
         if not (peers.fits(ask.kind, size) if name in PEERS else size.by_torch):
             continue
-        if planned and is_wrong(name, ask, size):
+        if is_wrong(name, ask, size):
             continue
         taken = model.taken(cost, size.work(name, *of))
         if least is None or not model.is_less(least, taken):
@@ -139,11 +139,13 @@ def is_wrong(name: str, ask: Ask, size: Size) -> bool:
     cuDNN's dQ is NaN under a mask tensor where keys are 64 more than a multiple of 128 and a query's log-sum-exp is
     less than -88.7 (torch's issue 196678). That counts where the mask is of this package's making: a window's, and a
     causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN: FlashAttention-2 takes no
-    mask, the memory-efficient no grouped heads.
+    mask, the memory-efficient no grouped heads. Where gradients have to repeat torch runs no cuDNN.
     """
+    if not ask.training or torch.are_deterministic_algorithms_enabled():
+        return False
     masked = ask.kind == WINDOW or (ask.kind == CAUSAL and size.queries > size.keys)
     by_cudnn = name in (CUDNN, FLASH) or (name == EFFICIENT and size.heads > size.kv_heads)
-    return by_cudnn and ask.training and masked and size.keys % 128 == 64
+    return by_cudnn and masked and size.keys % 128 == 64
 
 
 @assume_constant
