@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sagebwd
@@ -270,9 +271,7 @@ def test_torch_computes_packed_calls_on_a_gpu(heads, options, handed):
 def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
     q, k, v = draw(30, 30)
     block_mask = sagebwd.read_block_mask(
-        torch.nn.attention.flex_attention.create_block_mask(
-            lambda b, h, i, j: j <= i, None, None, 30, 30, device="cpu"
-        )
+        create_block_mask(lambda b, h, i, j: j <= i, None, None, 30, 30, device="cpu")
     )
     monkeypatch.setattr(torch_attention, "MOST_ELEMENTS", 899)
     for options in (
