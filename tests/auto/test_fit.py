@@ -43,13 +43,13 @@ def test_costs_are_found_again(kind):
 
 def test_the_last_tile_of_a_causal_mask_is_found_again():
     """Regression: four heads of 8192 tokens took cuDNN a sixth longer than the model said, which had no such term."""
-    low = Cost.of(50, 20, 0.3, 0.6, 8)
-    for kind, expected in ((CAUSAL, low), (FULL, low._replace(key=0))):
-        (found,) = fitted(rows_of(kind, low), "", "")
-        assert found.low == pytest.approx(expected, rel=1e-6)
-    few = rows_of(CAUSAL, low, shapes=SHAPES[:ENOUGH])
+    torch = Cost.of(50, 20, 0.3, 0.6, 8)
+    for kind, expected in ((CAUSAL, torch), (FULL, torch._replace(key=0))):
+        (found,) = fitted(rows_of(kind, torch=torch), "", "")
+        assert found.full["torch"] == pytest.approx(expected, rel=1e-6)
+    few = rows_of(CAUSAL, torch=torch, shapes=SHAPES[:ENOUGH])
     (found,) = fitted(few, "", "")
-    assert found.low.key == 0, "as many points as coefficients"
+    assert found.full["torch"].key == 0, "as many points as coefficients"
 
 
 def test_no_coefficient_is_negative():
@@ -62,11 +62,12 @@ def test_no_coefficient_is_negative():
     assert found.low.fixed > 0
 
 
-def test_a_host_that_was_busy_in_few_calls_is_not_counted_slow():
+def test_a_host_that_was_busy_in_most_calls_is_not_counted_slow():
     rows = rows_of()
-    for row in rows[::3]:
-        row["host_ms"] *= 5
-        row["ms"] = max(row["ms"], row["host_ms"])
+    for number, row in enumerate(rows):
+        if number % 10:
+            row["host_ms"] *= 5
+            row["ms"] = max(row["ms"], row["host_ms"])
     (found,) = fitted(rows, "", "")
     assert found.low == pytest.approx(LOW, rel=1e-6)
 

@@ -22,6 +22,8 @@ from sagebwd.auto.model import FULL, KINDS, TRAINING, WINDOW, Cost, Size, Times
 BOUND = 1.15
 # Calls that are timed on the GPU, from which on a kind has coefficients of its own.
 ENOUGH = 4
+# The share of a host's timings that are less than what counts.
+_HOST = 0.15
 # By which more coefficients have to lower the sum of squares.
 _ROUNDING = 1e-9
 # Of rows, pairs, keys and ms, so that equations are of like numbers.
@@ -90,14 +92,14 @@ def window_of(tokens: int) -> int:
 def _hosts(groups: Mapping[tuple, list[Mapping]]) -> dict[tuple, float | None]:
     """Hosts' ms by kind, direction, recipe, kernels and name, which no width changes; None of none.
 
-    Of all timings the lower quartile: a host that is disturbed takes longer, never less.
+    Of all timings a low quantile (`_HOST`): a host that is disturbed takes longer, never less.
     """
     known: dict[tuple, list[float]] = {}
     for (kind, _, _, *rest), group in groups.items():
         for row in group:
             for name, (_, host_ms) in times_of(row).items():
                 known.setdefault((kind, *rest, name), []).extend([host_ms] if host_ms else [])
-    return {place: sorted(ms)[len(ms) // 4] if ms else None for place, ms in known.items()}
+    return {place: sorted(ms)[int(_HOST * len(ms))] if ms else None for place, ms in known.items()}
 
 
 def coefficients(

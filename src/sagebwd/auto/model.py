@@ -1,9 +1,10 @@
 """What a call takes in low precision and by each contender in full precision, in ms: a model of all, by card.
 
-A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys`` on the GPU: launches,
-passes over the rows of Q and of K and V, products of queries and keys, and the last tile, which under a causal mask
-meets all keys of a sequence while other multiprocessors have nothing left to do. The five are a `Cost`, of a card, a
-pair of widths, a kind of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
+A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys + cut x cut pairs`` on the
+GPU: launches, passes over the rows of Q and of K and V, products of queries and keys, the last tile, which under a
+causal mask meets all keys of a sequence while other multiprocessors have nothing left to do, and what torch takes more
+where an end cuts a tile. The six are a `Cost`, of a card, a pair of widths, a kind of mask and a direction, fitted
+from timings (`sagebwd.auto.fit`).
 
 Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
 the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
@@ -44,7 +45,8 @@ class Work(NamedTuple):
     """The work of a call for a contender.
 
     rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied. keys: of the
-    last tile, 0 where tiles are alike. cut: torch's pairs where an end of the queries or keys cuts a tile, else 0.
+    last tile in full precision, 0 where tiles are alike. cut: torch's pairs where an end of the queries or keys cuts
+    a tile, else 0.
     """
 
     rows: int
@@ -79,7 +81,9 @@ class Size(NamedTuple):
         """
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         longest = max(keys, self.longest)
-        last = min(queries, keys) if kind == CAUSAL else longest if kind == PACKED else 0  # its queries see no more
+        last = 0  # of low precision, whose calls do not show it
+        if contender != LOW and kind in (CAUSAL, PACKED):
+            last = min(queries, keys) if kind == CAUSAL else longest  # its queries see no more
         n, m = _in_tiles(queries), _in_tiles(keys)
         if kind == WINDOW and self.width < keys and (contender == LOW or contender in PEERS):
             pairs = 2 * n * min(m, _in_tiles(self.width + TILE - 1))  # queries of a tile see so many keys together
@@ -92,8 +96,8 @@ class Size(NamedTuple):
         if kind == PACKED:
             pairs = pairs * (keys + longest) // (2 * keys)
         rows, tiles = heads * queries + kv_heads * keys, heads * n // TILE
-        if training and contender == LOW:  # a tile of keys meets the queries of all heads that share it
-            tiles, last = kv_heads * m // TILE, last * (heads // kv_heads)
+        if training and contender == LOW:
+            tiles = kv_heads * m // TILE
         elif training:  # gradients of K and V are those of each query head, which are added up, by peers in memory
             rows += (heads - kv_heads + (heads if contender in PEERS and heads > kv_heads else 0)) * keys
             tiles = heads * m // TILE
