@@ -52,6 +52,16 @@ def test_the_last_tile_of_a_causal_mask_is_found_again():
     assert found.full["torch"].key == 0, "as many points as coefficients"
 
 
+def test_what_torch_takes_more_of_cut_tiles_is_found_of_several_points():
+    torch = Cost.of(20, 5, 0.1, 0.8, 0, 0.1)
+    cut = [(4, 16, 3000), (2, 16, 6000), (8, 16, 1000)]
+    (of_all,), (of_two,) = (
+        fitted(rows_of(FULL, torch=torch, shapes=SHAPES + shapes), "", "") for shapes in (cut, cut[:2])
+    )
+    assert of_all.full["torch"] == pytest.approx(torch, rel=1e-6, abs=1e3)
+    assert of_two.full["torch"].cut == of_all.low.cut == 0
+
+
 def test_no_coefficient_is_negative():
     """Of calls that take less the more rows they have."""
     rows = rows_of()

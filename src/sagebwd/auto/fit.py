@@ -29,7 +29,7 @@ _ROUNDING = 1e-9
 # Of rows, pairs, keys and ms, so that equations are of like numbers.
 _ROWS, _PAIRS, _KEYS, _FEMTO = 1e6, 1e9, 1e4, 1e12
 # Of `coefficients`, those that few contenders have: of the last tile's keys, and of pairs where a tile is cut.
-_RARE = 3, 4
+_RARE, _SEVERAL = (3, 4), 3
 
 
 def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
@@ -141,15 +141,16 @@ def _times(a: float, b: float) -> float:
 def _least_squares(points: Sequence[tuple[float, ...]], bounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """c >= 0 for which the sum of (c x / ms - 1)^2 is least: the best of those with some coefficients at zero.
 
-    bounds: points that count where c x > ms. Those of `_RARE` are zero unless one more of them halves the sum and
-    there are more points than coefficients.
+    bounds: points that count where c x > ms. Those of `_RARE` are zero unless one more of them halves the sum, at
+    least `_SEVERAL` points have it, and there are more points than coefficients.
     """
     scaled, below = ([[x / ms for x in features] for *features, ms in of] for of in (points, bounds))
     count = len(scaled[0])
     columns = [column for column in range(count) if column not in _RARE]
+    rare = [column for column in _RARE if sum(point[column] > 0 for point in points) >= _SEVERAL]
     error, fit = _best(scaled, below, columns, count)
-    while len(points) > len(columns) + 1 and len(columns) < count:
-        more = [[*columns, column] for column in _RARE if column not in columns]
+    while len(points) > len(columns) + 1 and not set(rare) <= set(columns):
+        more = [[*columns, column] for column in rare if column not in columns]
         (least, with_one), wider = min(((_best(scaled, below, x, count), x) for x in more), key=lambda x: x[0][0])
         if least >= error / 2 - _ROUNDING:
             break
