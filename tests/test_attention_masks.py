@@ -157,6 +157,7 @@ def test_compiles_without_a_break(kind):
 def test_a_block_mask_under_compile_says_what_to_do():
     leaves, _ = inputs(dtype=torch.float32)
     mask = draw_mask("sinks", SHAPE, torch.float32, 0)
+    torch._dynamo.reset()
     attend = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="read_block_mask"):
         attend(*leaves, block_mask=mask, enable_gqa=True)

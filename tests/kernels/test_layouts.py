@@ -66,6 +66,7 @@ def test_hopper(recipe, tokens, head_dim):
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_compiled_calls_write_the_same_way(impl):
     tensors = project(32)
+    torch._dynamo.reset()
     compiled = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
     for x, e in zip(results(tensors, compiled, impl=impl), results(tensors, impl=impl)):
         assert torch.equal(x, e)
@@ -76,6 +77,7 @@ def test_a_slice_that_tma_cannot_read_is_copied_as_it_lies():
     generator = torch.Generator().manual_seed(0)
     flat = torch.randn(BATCH * TOKENS * HEADS * 32 + 1, generator=generator).to(DEVICE, torch.bfloat16)
     unaligned = flat[1:].view(BATCH, TOKENS, HEADS, 32).transpose(1, 2)
+    torch._dynamo.reset()
     compiled = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
     o = compiled(unaligned, unaligned, unaligned, impl="triton")
     assert by_token(o)
