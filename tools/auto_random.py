@@ -27,12 +27,12 @@ from statistics import geometric_mean
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from sagebwd import arguments, dispatch
 from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH, VARLEN
 from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, MARGIN, MASK, PACKED, PADDING, WINDOW
 from sagebwd.call import Ask
+from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.hardware import check_device
 from sagebwd.cli.measure import FA4_CACHE, MOST_PROCESSES, compile_run, run_of
@@ -203,8 +203,7 @@ def picked_of(call: Call, attend: Attention | None, leaves: list[Tensor]) -> str
     """The backend that torch's own function takes, as `Row.times` has it."""
     if attend is None or call.kind == PACKED:
         return ""
-    options = {name: value for name, value in attend.keywords.items() if value is not None}
-    return PICKED.get(SDPBackend(torch._fused_sdp_choice(*leaves, **options)).name, "")
+    return PICKED.get(contenders.picked(attend, leaves), "")
 
 
 def chosen_of(call: Call, leaves: list[Tensor]) -> str:

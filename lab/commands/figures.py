@@ -20,8 +20,6 @@ NAMES = {
     "fa4": "FlashAttention-4, BF16", "cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16",
     "fa3": "FlashAttention-3, BF16",
 }  # fmt: skip
-CONTINUED_MARGIN = 0.001
-"""Nats, of a model that others trained and that trains on (`python -m lab continue`)."""
 HATCHES = {"cudnn": "////", "fa3": "....", "fa2": "xxxx"}
 """How bars are drawn whose best kernel is not FlashAttention-4."""
 
@@ -117,7 +115,7 @@ def gaps(files: Sequence[Path]) -> Figure:
     A cell's name is its folder's without what follows ``-seed``; the text of the gap's variant stands beside it. Gaps
     of `python -m lab continue`, whose folders are lr-RATE and whose margin is less, have axes of their own.
     """
-    from lab.training.gaps import MARGIN
+    from lab.training.gaps import CONTINUED_MARGIN, MARGIN
     from lab.training.gaps import gaps as measured
 
     cells: dict[str, list[Path]] = {}

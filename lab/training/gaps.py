@@ -27,6 +27,8 @@ from lab.training.run_dir import COMPARISON
 
 MARGIN = 0.02
 """Nats a token within which two attentions count as equivalent, where nothing else is said."""
+CONTINUED_MARGIN = 0.001
+"""The same of a model that others trained and that trains on (`python -m lab continue`)."""
 
 
 @dataclass(frozen=True)

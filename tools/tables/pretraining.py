@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lab.studies.study_tables import table
 from lab.training import packed
-from lab.training.gaps import MARGIN, Gap, gaps
+from lab.training.gaps import CONTINUED_MARGIN, MARGIN, Gap, gaps
 from tools.tables.results import STUDIES, load
 
 GRID = (  # variant, model, tokens a step, folders
@@ -52,8 +52,6 @@ CLAIMS = (  # variant, folders of the grid or a folder of `CONTINUED`, what woul
     ("full precision repeated", "lr-0.001", "more pairs: chance alone reaches beyond the margin at this rate"),
     ("mixed", "lr-0.001", "pairs that leave an interval within the margin, or above 0"),
 )
-MARGIN_OF_CONTINUED = 0.001
-"""Nats a token."""
 
 
 @cache
@@ -70,7 +68,7 @@ def from_grid(*patterns: str) -> dict[str, Gap]:
 
 def continued(folder: str, in_full_precision: bool = False) -> dict[str, Gap]:
     """By variant, the gaps of SmolLM2 trained further; held-out loss under its own attention or full precision's."""
-    return gaps_in((STUDIES / "continued" / folder,), MARGIN_OF_CONTINUED, in_full_precision)
+    return gaps_in((STUDIES / "continued" / folder,), CONTINUED_MARGIN, in_full_precision)
 
 
 def gap(row: Gap, digits: int = 3) -> str:
@@ -97,7 +95,7 @@ def verdicts() -> str:
     for variant, where, mind in CLAIMS:
         if isinstance(where, str):
             rows = [continued(where)[variant], continued(where, in_full_precision=True)[variant]]
-            model, margin, digits = f"trained on at {CONTINUED[where]}", MARGIN_OF_CONTINUED, 5
+            model, margin, digits = f"trained on at {CONTINUED[where]}", CONTINUED_MARGIN, 5
         else:
             rows = [from_grid(*where)[variant]]
             model, margin, digits = f"from scratch, {'131K' if 'large' in where[0] else '16K'}", MARGIN, 4

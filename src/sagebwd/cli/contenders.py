@@ -74,6 +74,12 @@ def by_backend(backend: SDPBackend, attention: Attention, *tensors: Tensor) -> T
         return attention(*tensors)
 
 
+def picked(theirs: partial, leaves: list[Tensor]) -> str:
+    """The backend that torch's own function, `TORCH` of `dense`, takes for its tensors, as torch names it."""
+    options = {name: value for name, value in theirs.keywords.items() if value is not None}
+    return SDPBackend(torch._fused_sdp_choice(*leaves, **options)).name
+
+
 def takes(name: str, run: Callable[[], object]) -> bool:
     """Whether an attention takes the call, with the memory that there is; ours says so by these errors alone."""
     # a compiler of another project raises what it likes

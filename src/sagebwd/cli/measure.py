@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
@@ -196,8 +195,8 @@ def measure_point(case: Case, point: Point, device: str, timer: Timer) -> list[T
     shape = case.kind, case.head_dim, case.value_dim, *case.shape(point), width
     rows = []
     for direction in DIRECTIONS:
-        picked = _picked(case, point, tensors, direction)
         attentions = attentions_of(case, point, tensors, direction)
+        picked = _picked(case, attentions, tensors, direction)
         attentions.pop(PICKED.get(picked), None)  # which torch's own pick is
         runs = {name: run_of(attention, tensors, do, direction) for name, attention in attentions.items()}
         times = timer({name: run for name, run in runs.items() if takes(name, run)}, device)
@@ -211,14 +210,14 @@ def _choice(case: Case, tensors: list[Tensor]) -> dispatch.Choice:
     return dispatch.choose(Ask.of(tensors[0], tensors[2], AUTO, dispatch.FASTEST, case.kind))
 
 
-def _picked(case: Case, point: Point, tensors: list[Tensor], direction: str) -> str:
-    """The backend that torch's own function takes."""
+def _picked(case: Case, attentions: dict[str, Attention], tensors: list[Tensor], direction: str) -> str:
+    """The backend that torch's own function takes; "" where torch has none."""
     if case.kind == PACKED:
         return "varlen_attn"
+    if TORCH not in attentions:
+        return ""
     leaves = [x.detach().requires_grad_(direction == TRAINING) for x in tensors]
-    mask = torch_mask(case.kind, tensors[0], point.left)
-    grouped = {"enable_gqa": True} if point.group > 1 else {}
-    return SDPBackend(torch._fused_sdp_choice(*leaves, mask, 0.0, case.kind == CAUSAL, **grouped)).name
+    return contenders.picked(attentions[TORCH], leaves)
 
 
 def run_of(attention: Attention, tensors: list[Tensor], do: Tensor, direction: str) -> Callable[[], object]:
