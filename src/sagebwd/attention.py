@@ -12,7 +12,7 @@ from sagebwd import checks, dispatch, ops, switches
 from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
-from sagebwd.auto.contenders import PEERS
+from sagebwd.auto.contenders import CUDNN, PEERS
 from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.cache import PLANS
 from sagebwd.masks import argument as mask_argument
@@ -211,7 +211,7 @@ def _planned(
         call = checked.call(choice.recipe)
         plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
     else:
-        instead = _by_kernels(checked) if contender in PEERS and not checked.size.by_torch else None
+        instead = _by_kernels(checked) if contender in PEERS and not _is_torchs(checked) else None
         if packed:
             band = checked.is_causal, checked.window, checked.scale
             run = torch_attention.settled_packed(contender, checked.lengths, *band, instead)
@@ -220,6 +220,11 @@ def _planned(
         plan = plans.SdpaCall(contender, run)
     PLANS.put(key, plan)
     return plan
+
+
+def _is_torchs(checked: Arguments) -> bool:
+    """Whether torch may run what a peer refuses: it has the mask, and its pick gets gradients right."""
+    return checked.size.by_torch and not dispatch.is_wrong(CUDNN, checked.ask, checked.size)
 
 
 def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:

@@ -501,6 +501,21 @@ def test_torchs_order_of_backends_is_as_it_was(monkeypatch):
     assert torch.equal(run(*tensors, None), exact), "a CPU has no cuDNN"
 
 
+@pytest.mark.parametrize(("tokens", "ran"), [(64, "full on reference"), (62, "full precision on torch")])
+def test_a_window_that_a_peer_refuses_is_not_torchs_where_cudnn_gets_gradients_wrong(
+    tokens, ran, measured, install, on_cpu
+):
+    """Torch would run it by cuDNN, whose dQ may be NaN under that mask (torch's issue 196678)."""
+    install(FA4, ValueError("a window"))
+    measured += [times(SLOWER, kind=WINDOW, direction=TRAINING, **{FA4: BEST})]
+    q, k, v = draw(tokens)
+    with pytest.warns(UserWarning, match="a window"):
+        out = sage_attention(q, k, v, enable_gqa=True, window=(5, 0))
+    assert {name for name, count in counts.counts.items() if count} == {ran}
+    exact = sage_attention(q, k, v, enable_gqa=True, window=(5, 0), recipe="full")
+    assert relative_l2(out, exact) < 0.02
+
+
 def test_what_torch_has_no_mask_for_may_be_a_peers(measured, install, on_cpu, monkeypatch):
     """Windows of many tokens, of which torch would need a mask of elements, and widths that `varlen_attn` lacks."""
     calls = install(FA4)
