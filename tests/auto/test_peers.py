@@ -127,10 +127,11 @@ def test_the_fastest_that_is_installed_runs(measured, install):
 
 def test_a_margin_is_kept_for_full_precision(measured, install):
     install(FA4)
+    of = Size(4096, 4096, 33, 33)  # whole rounds of tiles
     measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.02)})]
-    assert runs() == FA4
+    assert runs(of=of) == FA4
     measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.04)})]
-    assert runs() is None
+    assert runs(of=of) is None
 
 
 def test_who_ran_on_other_kernels_leaves_the_rest_to_be_compared(measured, install, monkeypatch):
@@ -434,7 +435,7 @@ def test_explain_names_who_runs_and_why_others_do_not(measured, install, on_cpu,
     dispatch.times_of.cache_clear()
     found = sagebwd.explain(q, q, q, is_causal=True)
     assert found[:3] == ("full", FA4, FA4)
-    assert "mixed takes about 0.816 ms, torch 0.408, FlashAttention-4 0.273, FlashAttention-3 0.0269" in found.why
+    assert "mixed takes about 0.824 ms, torch 0.412, FlashAttention-4 0.273, FlashAttention-3 0.0269" in found.why
     assert "forward, by FlashAttention-4: " in found.why
     assert found.why.endswith("; FlashAttention-3 is not installed")
     measured[:] = [times(FASTER)]

@@ -33,6 +33,7 @@ KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
 # Queries, and keys, of a tile: about all kernels' on Hopper. Multiprocessors of an H100 and of an H200.
 TILE, MULTIPROCESSORS = 128, 132
+_WHOLE = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
@@ -75,9 +76,9 @@ class Size(NamedTuple):
         """The work of a contender (`sagebwd.auto.contenders`) under a kind of mask, of forward or with backward.
 
         A tile that a mask or an end cuts is multiplied whole: pairs are those of tiles of `TILE` queries and keys.
-        Where tiles are fewer than multiprocessors, these wait for one another. Torch gets a window as a mask of
-        elements, and multiplies all. Packed sequences count as causal, of a length halfway between the mean and the
-        longest; of masks of elements all pairs count.
+        Multiprocessors without a tile wait for the others (`_idle`). Torch gets a window as a mask of elements, and
+        multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
+        masks of elements all pairs count.
         """
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         longest = max(keys, self.longest)
@@ -95,14 +96,17 @@ class Size(NamedTuple):
             pairs = m * (2 * n - m + TILE) if kind == CAUSAL else m * (m + TILE)
         if kind == PACKED:
             pairs = pairs * (keys + longest) // (2 * keys)
-        rows, tiles = heads * queries + kv_heads * keys, heads * n // TILE
-        if training and contender == LOW:
-            tiles = kv_heads * m // TILE
-        elif training:  # gradients of K and V are those of each query head, which are added up, by peers in memory
-            rows += (heads - kv_heads + (heads if contender in PEERS and heads > kv_heads else 0)) * keys
-            tiles = heads * m // TILE
-        # by minima and maxima: a trace compiles anew for each branch that a length takes
-        pairs = pairs * heads * MULTIPROCESSORS // min(tiles, MULTIPROCESSORS)
+        rows, is_peer = heads * queries + kv_heads * keys, contender in PEERS
+        idle = _idle(heads * n // TILE, is_peer)
+        if training:
+            if contender == LOW:  # dQ is added up in FP32 and passed over once more
+                rows = (6 * heads * queries + 4 * kv_heads * keys) // 5
+            else:  # gradients of K and V are those of each query head, which are added up, by peers in memory
+                rows += (heads - kv_heads + (heads if is_peer and heads > kv_heads else 0)) * keys
+            # two of seven products are forward's
+            backward = _idle((kv_heads if contender == LOW else heads) * m // TILE, is_peer)
+            idle = (2 * idle + 5 * backward) // 7
+        pairs = pairs * heads * idle // _WHOLE
         is_cut = 0 if contender == LOW or contender in PEERS else min(1, n - queries + m - keys)
         return Work(rows, pairs, last, is_cut * pairs)
 
@@ -110,6 +114,17 @@ class Size(NamedTuple):
 def _in_tiles(tokens: int) -> int:
     """Tokens of whole tiles."""
     return (tokens + TILE - 1) // TILE * TILE
+
+
+def _idle(tiles: int, is_peer: bool) -> int:
+    """How much longer tiles take than on multiprocessors that are all busy, in parts of `_WHOLE`.
+
+    Of the last round, in which some have none, half counts: tiles differ, and a multiprocessor may run two. Peers'
+    schedulers even rounds out. By minima and maxima: a trace compiles anew for each branch that a length takes.
+    """
+    busy = max(tiles, MULTIPROCESSORS)
+    rounds = busy if is_peer else (tiles + MULTIPROCESSORS - 1) // MULTIPROCESSORS * MULTIPROCESSORS
+    return _WHOLE * (busy + rounds) // (2 * tiles)
 
 
 class Cost(NamedTuple):
