@@ -4,10 +4,11 @@ It draws calls by a seed: widths, lengths from 256 to 64K tokens, batch, heads, 
 forward and both. Each is timed under `auto`, in low precision, by torch's pick and each of its backends, and by
 FlashAttention-4 and -3 where they are installed; what takes three times as long as the fastest is timed once. The
 output and gradients of each are compared with the first of torch and the peers; who is wrong does not count. It
-prints the least and the geometric mean of `auto`'s speed over the fastest, and how often the model names who is
-within 3% of the fastest. Each call's times go into ``auto_<gpu>_<date>_<commit>.json``: with the same seed and
-commit a second run goes on where ``--seconds`` ended the first. Exit code 1 where `auto` has less than `LEAST` over
-the fastest, or `LEAST_BELOW` in calls that the host decides.
+prints the least and the geometric mean of `auto`'s speed over the fastest, how often the model names who is within 3%
+of the fastest, and how often the timer itself is that far off: `auto` beside the contender that it ran. Each call's
+times go into ``auto_<gpu>_<date>_<commit>.json``: with the same seed and commit a second run goes on where
+``--seconds`` ended the first. Exit code 1 where `auto` has less than `LEAST` over the fastest, or `LEAST_BELOW` in
+calls that the host decides.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ HOST_MS, LEAST, LEAST_BELOW = 0.3, 0.95, 0.90
 RIGHT = 1.03
 # Relative L2 of an output and of gradients, beyond which a contender is wrong: low precision has .02 and .05 of it.
 WRONG = 0.1, 0.3
-ROUNDS, ROUND_MS, LEAD_MS = 4, 8.0, 30.0
+ROUNDS, ROUND_MS, LEAD_MS = 8, 8.0, 30.0
 # Of a call's forward: elements of Q, and operations, 4 ms at a thousand TFLOPS.
 MOST_ELEMENTS, MOST_FLOPS = 1 << 26, 4e12
 # The share of the seconds that compiling may take.
@@ -140,6 +141,14 @@ class Row:
     def over_torch(self) -> float | None:
         """`auto`'s speed over that of what torch picks."""
         return self.times[TORCH][0] / self.times[AUTO_RUN][0] if {TORCH, AUTO_RUN} <= set(self.times) else None
+
+    @property
+    def apart(self) -> float | None:
+        """`auto`'s ms over those of whom it ran, or the reverse, at least 1; None where one of them was not timed."""
+        if not {AUTO_RUN, self.chosen} <= set(self.times):
+            return None
+        ratio = self.times[AUTO_RUN][0] / self.times[self.chosen][0]
+        return max(ratio, 1 / ratio)
 
     @property
     def is_right(self) -> bool:
@@ -294,6 +303,10 @@ def report(rows: list[Row]) -> tuple[str, bool]:
                 f"{name}: {len(chosen)} calls, auto over the fastest: least {min(ratios):.3f}, geometric mean "
                 f"{mean:.3f}{raised}"
             )
+            apart = [row.apart for row in chosen if row.apart is not None]
+            if apart:
+                far = sum(ratio > RIGHT for ratio in apart)
+                lines.append(f"timed twice, as auto and by itself: {far} of {len(apart)} are more than 3% apart")
             lost = [row for row in chosen if row.over_best < least]
             lines += [f"lost: {row.over_best:.3f}: {row.call}: {row.why}" for row in lost]
             fine &= not lost

@@ -144,7 +144,8 @@ def test_multiprocessors_without_a_tile_wait():
         assert longer(66, 66, name) == 1, "five rounds"
         assert longer(4, 2, name) == near(132 / 40)
         assert longer(4, 2, name, training=True) == near(132 / 7 * (2 / 40 + 5 / (4 if name == "low" else 8)))
-        assert longer(16, 16, name) == (1 if name == "fa4" else near((160 + 264) / 320)), "half of the last round counts"
+        half = near((160 + 264) / 320)  # of the last round counts
+        assert longer(16, 16, name) == (1 if name == "fa4" else half)
 
 
 def test_in_training_gradients_of_keys_are_of_each_query_head():

@@ -125,6 +125,16 @@ def test_the_report_says_what_has_lost():
     assert auto_random.report([]) == ("", True)
 
 
+def test_the_report_says_how_far_the_timer_is_off():
+    """`auto` is timed beside the contender that it runs."""
+    of = row({"auto": 1.0, "low": 0.96, "torch": 2.0})
+    assert of.apart == pytest.approx(1 / 0.96)
+    assert dataclasses.replace(of, chosen="fa4").apart is None
+    nearer, reverse = row({"auto": 1.0, "low": 1.02, "torch": 2.0}), row({"auto": 1.0, "low": 1.05, "torch": 2.0})
+    text, _ = auto_random.report([of, nearer, reverse])
+    assert "timed twice, as auto and by itself: 2 of 3 are more than 3% apart" in text
+
+
 def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     calls = [SMALL[0], Call(FULL, 16, 8, 1, 2, 2, 32, kv_tokens=8, trains=False)]
     monkeypatch.setattr(auto_random, "drawn", lambda count, seed: calls[:count])
