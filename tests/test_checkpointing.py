@@ -96,7 +96,10 @@ def test_kernels_under_the_interpreter(forwards):
     assert len(forwards) == 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+# what decides what Inductor keeps, without its C++, which takes ten seconds and of which other files have tests
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", "aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled(backend, forwards):
     block = Block()
     expected = gradients(block, plain)

@@ -42,7 +42,7 @@ def as_torchrun_would(path, arguments, folder):
     return (folder / "printed").read_text(encoding="utf-8")
 
 
-@pytest.mark.rounding
+# without AVX the losses of both ways are these to 0.001: no rounding decides what is asserted
 def test_plain_pytorch(capsys):
     example = runpy.run_path(str(EXAMPLES / "plain_pytorch.py"))
     losses, expected = example["train"](34), example["train"](34, use_sdpa=True)
@@ -53,7 +53,6 @@ def test_plain_pytorch(capsys):
     assert capsys.readouterr().out.startswith("step   0  loss 3.")
 
 
-@pytest.mark.rounding
 def test_qk_norm_rope(capsys):
     example = runpy.run_path(str(EXAMPLES / "qk_norm_rope.py"))
     losses, expected = example["train"](26), example["train"](26, use_composed=True)

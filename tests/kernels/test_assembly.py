@@ -17,7 +17,7 @@ RECIPE, TOKENS = "token(first_keys=1)", 301  # of an odd number of keys little i
 # architectures nowhere else go on to machine code.
 CALLS = [
     (80, 72, "packed", "ttgir"), (90, 72, "padded", "ttgir"), (120, 72, "bool-all", "ttgir"),
-    (90, 64, "packed", "ttgir"), (120, 64, "full", "ttgir"),
+    (90, 64, "packed", "ttgir"), pytest.param(120, 64, "full", "ttgir", marks=pytest.mark.slow),
     *(
         pytest.param(*call, "cubin", marks=pytest.mark.slow)
         for call in ((80, 64, "packed"), (80, 64, "bool-all"), (120, 20, "padded"))

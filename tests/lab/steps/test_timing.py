@@ -226,22 +226,11 @@ def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
     assert content["commit"] == "abc"
 
 
-def test_a_layer_is_compiled_once_for_all():
-    torch._dynamo.utils.counters.clear()
-    rows = measure("sdpa", "token", compiled="layers")
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
-    assert not counters["graph_break"]
-    assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
-    with pytest.raises(ValueError, match="accepted: model, layers, reduce-overhead, no"):
-        measure("sdpa", compiled="all")
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     """What Inductor is asked for of each graph, which it divides and then runs as it is.
 
-    Its C++ takes half a minute a test: `test_a_layer_is_compiled_once_for_all` has it.
+    Its C++ takes half a minute a test: in `make test-all` `test_a_layer_is_compiled_once_for_all` has it.
     """
     asked = []
 
@@ -251,6 +240,20 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", run)
     return asked
+
+
+@pytest.mark.parametrize("code", ["graphs", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_layer_is_compiled_once_for_all(code, request):
+    if code == "graphs":
+        request.getfixturevalue("graphs")
+    torch._dynamo.utils.counters.clear()
+    rows = measure("sdpa", "token", compiled="layers")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 + 1  # a layer's with each attention, the loss
+    assert not counters["graph_break"]
+    assert [(row.gate, row.compiled) for row in rows] == [("ok", "layers"), ("ok", "layers")]
+    with pytest.raises(ValueError, match="accepted: model, layers, reduce-overhead, no"):
+        measure("sdpa", compiled="all")
 
 
 def test_a_whole_model_for_cuda_graphs_is_one_graph(graphs):
