@@ -119,7 +119,7 @@ def gpu_tests() -> str:
         ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("passed", "failed", "skipped"))
         for counts in (whole, newest)
     )
-    sequences = (BENCHMARKS / "call-sequences_h200_2026-11-28_b7ba374.txt").read_text(encoding="utf-8")
+    sequences = (BENCHMARKS / "call-sequences_h200_2026-11-29_dbd5b219.txt").read_text(encoding="utf-8")
     steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
     return (
         f"The GPU tests on two H200s on 2026-11-28: {whole} (most stand for combinations that others cover), some "
