@@ -33,7 +33,7 @@ test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 # What holds a tolerance or what training comes to, on another processor as far as rounding goes: without AVX. Only
-# files that have such tests are imported; what is compiled here gives the bits of eager without AVX too.
+# files that have such tests are imported. Compiled graphs are left out: without AVX they give the bits of eager.
 test-rounding: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu and not slow" -k "not compile" \

@@ -33,6 +33,7 @@ KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
 # Queries, and keys, of a tile: about all kernels' on Hopper. Multiprocessors of an H100 and of an H200.
 TILE, MULTIPROCESSORS = 128, 132
+# Of which `_idle` counts parts, so that a trace has integers alone.
 _WHOLE = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
