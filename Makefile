@@ -12,8 +12,8 @@ SOURCES := src lab benchmarks tests tools examples
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "first run: pip installs what this needs into $(VENV), which takes minutes and prints nothing else"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade \
 		--target $(VENV)/triton-$(TIMED_TRITON) triton==$(TIMED_TRITON)
 	touch $@
 
@@ -49,7 +49,7 @@ docs: $(INSTALLED) $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.site: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
 	touch $@
 
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
