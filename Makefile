@@ -23,20 +23,20 @@ demo: $(INSTALLED)
 # The library's tests, and those of tools and benchmarks. A test marked slow compiles or trains what another test has
 # in a smaller form; it and the laboratory's run in test-all.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/lab
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow" --ignore=tests/lab
 
 test-lab: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" tests/lab
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow" tests/lab
 
 # Every test that needs no GPU: before a release, and after a change to a kernel
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 # What holds a tolerance or what training comes to, on another processor as far as rounding goes: without AVX. Only
 # files that have such tests are imported. Compiled graphs are left out: without AVX they give the bits of eager.
 test-rounding: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
-		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu and not slow" -k "not compile" \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -m "rounding and not gpu and not slow" -k "not compile" \
 		$$(grep -rl mark.rounding tests --include='test_*.py' --exclude-dir=lab)
 
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
