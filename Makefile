@@ -12,8 +12,8 @@ SOURCES := src lab benchmarks tests tools examples
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "first run: pip installs what this needs into $(VENV), which takes minutes and prints nothing else"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target $(VENV)/triton-$(TIMED_TRITON) triton==$(TIMED_TRITON)
 	touch $@
 
@@ -23,20 +23,20 @@ demo: $(INSTALLED)
 # The library's tests, and those of tools and benchmarks. A test marked slow compiles or trains what another test has
 # in a smaller form; it and the laboratory's run in test-all.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow" --ignore=tests/lab
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" --ignore=tests/lab
 
 test-lab: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow" tests/lab
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not slow" tests/lab
 
 # Every test that needs no GPU: before a release, and after a change to a kernel
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 # What holds a tolerance or what training comes to, on another processor as far as rounding goes: without AVX. Only
 # files that have such tests are imported. Compiled graphs are left out: without AVX they give the bits of eager.
 test-rounding: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
-		$(BIN)/python -m pytest -n 2 --dist worksteal -m "rounding and not gpu and not slow" -k "not compile" \
+		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu and not slow" -k "not compile" \
 		$$(grep -rl mark.rounding tests --include='test_*.py' --exclude-dir=lab)
 
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
@@ -49,7 +49,7 @@ docs: $(INSTALLED) $(VENV)/.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.site: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[site]'
 	touch $@
 
 # On a machine with a GPU and its own torch: PYTHON's packages are used as they are.
