@@ -66,7 +66,7 @@ def test_what_takes_less_by_the_margin_runs(measured):
 def test_small_calls_wait_for_the_host_and_the_launches(measured):
     measured.append(times((100, 30, 0, 1)))
     pairs, rows = 1e-9 * 4224 * (4224 + 128) / 2, 1e-6 * 8448  # ms of a head by 1 ps and 1 ns
-    small, larger = size(4224, heads=4), size(4224, heads=8)  # whole rounds of tiles
+    small, larger = size(4224, heads=4), size(4224, heads=8)  # whole waves of tiles
     assert ms(measured[0], small) == pytest.approx((0.1, 8 * pairs + 4 * rows), rel=1e-3)
     measured[0] = times((140, 30, 0, 1))
     dispatch.times_of.cache_clear()
@@ -141,10 +141,10 @@ def test_multiprocessors_without_a_tile_wait():
 
     near = partial(pytest.approx, abs=0.01)
     for name in ("low", "cudnn", "fa4"):
-        assert longer(66, 66, name) == 1, "five rounds"
+        assert longer(66, 66, name) == 1, "five waves"
         assert longer(4, 2, name) == near(132 / 40)
         assert longer(4, 2, name, training=True) == near(132 / 7 * (2 / 40 + 5 / (4 if name == "low" else 8)))
-        half = near((160 + 264) / 320)  # of the last round counts
+        half = near((160 + 264) / 320)  # of the last wave counts
         assert longer(16, 16, name) == (1 if name == "fa4" else half)
 
 

@@ -127,7 +127,7 @@ def test_the_fastest_that_is_installed_runs(measured, install):
 
 def test_a_margin_is_kept_for_full_precision(measured, install):
     install(FA4)
-    of = Size(4096, 4096, 33, 33)  # whole rounds of tiles
+    of = Size(4096, 4096, 33, 33)  # whole waves of tiles
     measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.02)})]
     assert runs(of=of) == FA4
     measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.04)})]

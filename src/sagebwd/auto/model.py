@@ -33,8 +33,8 @@ KINDS = ("full", "causal", "window", "padding", "packed", "mask")
 FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
 # Queries, and keys, of a tile: about all kernels' on Hopper. Multiprocessors of an H100 and of an H200.
 TILE, MULTIPROCESSORS = 128, 132
-# Of which `_idle` counts parts, so that a trace has integers alone.
-_WHOLE = 1 << 10
+# In which `_in_waves` counts, so that a trace has integers alone.
+_PARTS = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
@@ -77,18 +77,19 @@ class Size(NamedTuple):
         """The work of a contender (`sagebwd.auto.contenders`) under a kind of mask, of forward or with backward.
 
         A tile that a mask or an end cuts is multiplied whole: pairs are those of tiles of `TILE` queries and keys.
-        Multiprocessors without a tile wait for the others (`_idle`). Torch gets a window as a mask of elements, and
-        multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
+        Multiprocessors without a tile wait for the others (`_in_waves`). Torch gets a window as a mask of elements,
+        and multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
         masks of elements all pairs count.
         """
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
+        is_low, is_peer = contender == LOW, contender in PEERS
         longest = max(keys, self.longest)
         last = 0  # of low precision, whose calls do not show it
-        if contender != LOW and kind in (CAUSAL, PACKED):
+        if not is_low and kind in (CAUSAL, PACKED):
             last = min(queries, keys) if kind == CAUSAL else longest  # its queries see no more
-        n, m = _in_tiles(queries), _in_tiles(keys)
-        if kind == WINDOW and self.width < keys and (contender == LOW or contender in PEERS):
-            pairs = 2 * n * min(m, _in_tiles(self.width + TILE - 1))  # queries of a tile see so many keys together
+        n, m = _rounded_up(queries, TILE), _rounded_up(keys, TILE)
+        if kind == WINDOW and self.width < keys and (is_low or is_peer):
+            pairs = 2 * n * min(m, _rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
         elif kind not in (CAUSAL, PACKED):
             pairs = 2 * n * m
         elif n <= m:
@@ -97,35 +98,34 @@ class Size(NamedTuple):
             pairs = m * (2 * n - m + TILE) if kind == CAUSAL else m * (m + TILE)
         if kind == PACKED:
             pairs = pairs * (keys + longest) // (2 * keys)
-        rows, is_peer = heads * queries + kv_heads * keys, contender in PEERS
-        idle = _idle(heads * n // TILE, is_peer)
+        rows, longer = heads * queries + kv_heads * keys, _in_waves(heads * n // TILE, is_peer)
         if training:
-            if contender == LOW:  # dQ is added up in FP32 and passed over once more
+            if is_low:  # dQ is added up in FP32 and passed over once more
                 rows = (6 * heads * queries + 4 * kv_heads * keys) // 5
             else:  # gradients of K and V are those of each query head, which are added up, by peers in memory
                 rows += (heads - kv_heads + (heads if is_peer and heads > kv_heads else 0)) * keys
             # two of seven products are forward's
-            backward = _idle((kv_heads if contender == LOW else heads) * m // TILE, is_peer)
-            idle = (2 * idle + 5 * backward) // 7
-        pairs = pairs * heads * idle // _WHOLE
-        is_cut = 0 if contender == LOW or contender in PEERS else min(1, n - queries + m - keys)
+            backward = _in_waves((kv_heads if is_low else heads) * m // TILE, is_peer)
+            longer = (2 * longer + 5 * backward) // 7
+        pairs = pairs * heads * longer // _PARTS
+        is_cut = 0 if is_low or is_peer else min(1, n - queries + m - keys)
         return Work(rows, pairs, last, is_cut * pairs)
 
 
-def _in_tiles(tokens: int) -> int:
-    """Tokens of whole tiles."""
-    return (tokens + TILE - 1) // TILE * TILE
+def _rounded_up(count: int, unit: int) -> int:
+    """The least multiple of a unit that is no less than a count."""
+    return (count + unit - 1) // unit * unit
 
 
-def _idle(tiles: int, is_peer: bool) -> int:
-    """How much longer tiles take than on multiprocessors that are all busy, in parts of `_WHOLE`.
+def _in_waves(tiles: int, is_peer: bool) -> int:
+    """How much longer tiles take than on multiprocessors that are all busy, in `_PARTS`.
 
-    Of the last round, in which some have none, half counts: tiles differ, and a multiprocessor may run two. Peers'
-    schedulers even rounds out. By minima and maxima: a trace compiles anew for each branch that a length takes.
+    Of the last wave, in which some have no tile, half counts: tiles differ, and a multiprocessor may run two. Peers'
+    schedulers even waves out. By minima and maxima: a trace compiles anew for each branch that a length takes.
     """
     busy = max(tiles, MULTIPROCESSORS)
-    rounds = busy if is_peer else (tiles + MULTIPROCESSORS - 1) // MULTIPROCESSORS * MULTIPROCESSORS
-    return _WHOLE * (busy + rounds) // (2 * tiles)
+    waves = busy if is_peer else _rounded_up(tiles, MULTIPROCESSORS)
+    return _PARTS * (busy + waves) // (2 * tiles)
 
 
 class Cost(NamedTuple):
