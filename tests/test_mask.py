@@ -123,4 +123,4 @@ def test_a_mask_without_memory_has_shapes_without_a_gpu():
     """Regression: kernels were launched on a user's meta tensors."""
     for elements in (torch.ones(2, 1, 40, 70, dtype=torch.bool), torch.zeros(40, 70)):
         found, expected = read_mask(elements.to("meta")), read_mask(elements)
-        assert [x.shape for x in found[2:4]] == [x.shape for x in expected[2:4]]
+        assert [x.shape for x in found.tensors[2:4]] == [x.shape for x in expected.tensors[2:4]]

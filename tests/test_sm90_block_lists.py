@@ -159,7 +159,7 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
     assert torch.equal(block_lists.bias.expand(*shape), mask.elements.expand(*shape))
     copied = block_lists.bias.data_ptr() != mask.elements.data_ptr()
     assert copied == (mask.elements.shape[3] == 1)
-    of_call = mask._replace(parts=PartsOfCall())
+    of_call = mask.with_parts(PartsOfCall())
     walks = of_queries(of_call, key_mask, shape[2:], Band(), (128, 128)), of_keys(of_call, *settings)
     assert walks[0].bias.data_ptr() == walks[1].bias.data_ptr()
     double = Mask(mask.elements.double(), None, mask.blocks, mask.keys)

@@ -17,6 +17,7 @@ from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.cache import PLANS
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
+from sagebwd.masks.traced_block_mask import TracedBlockMask
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.reference import sinks as epilogue
 
@@ -98,9 +99,9 @@ def sage_attention(
     if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
         query, key, value = autocast(query, key, value)
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
-    mask = block_mask if block_mask.__class__ is Mask else None
+    mask = None if block_mask is None else mask_argument.given(block_mask, query)
     given = query, key, value, attn_mask, None, None, sinks
-    kind = None if block_mask is not mask else plans.kind_of(given, mask, recipe, window, settings)
+    kind = None if block_mask is not None and mask is None else plans.kind_of(given, mask, recipe, window, settings)
     plan = PLANS.get(kind) if kind is not None and recipe == AUTO else None
     if plan is not None:  # in full precision, however q, k and v lie
         counts[plan.answer] += 1
@@ -124,13 +125,16 @@ def sage_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
         impl, return_lse,
     )  # fmt: skip
-    mask = mask_argument.checked(block_mask, checked.query, checked.key)
-    if mask is not block_mask:  # a BlockMask, read now
+    mask_argument.check(block_mask, checked.query, checked.key)
+    if block_mask is not None and mask is None:  # a BlockMask that is read now
+        mask = mask_argument.read_now(block_mask)
         kind = plans.kind_of(given, mask, recipe, window, settings)
         spec = plans.laid_out(kind, given)
         plan = None if spec is None else PLANS.get(spec)
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
+        if isinstance(mask, TracedBlockMask):
+            mask = mask_argument.read_now(block_mask)
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
     return _run(plan, given, mask, return_lse)
 
@@ -242,7 +246,10 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
 
 
 def _run(
-    plan: plans.Plan | plans.SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | None, return_lse: bool
+    plan: plans.Plan | plans.SdpaCall,
+    given: tuple[Tensor | None, ...],
+    mask: Mask | TracedBlockMask | None,
+    return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The outputs of a call by its plan."""
     counts[plan.answer] += 1

@@ -26,7 +26,8 @@ from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.elements import Elements, Left, restored
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.parts import tensors_in
+from sagebwd.masks.parts import PartsOfCall, tensors_in
+from sagebwd.masks.traced_block_mask import TracedBlockMask
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 from sagebwd.reference import sinks as epilogue
 
@@ -42,8 +43,8 @@ MOST_PROGRAMS = 32
 
 
 def kind_of(
-    tensors: tuple[Tensor | None, ...], mask: Mask | None, recipe: str | Recipe, window: tuple[int, int] | None,
-    settings: tuple[Hashable, ...],
+    tensors: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None, recipe: str | Recipe,
+    window: tuple[int, int] | None, settings: tuple[Hashable, ...],
 ) -> Hashable | None:  # fmt: skip
     """A call's specification but for how q, k and v lie in memory, of which torch's own attention knows.
 
@@ -88,10 +89,13 @@ def kind_of(
         rest.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
     if window is not None:
         rest += map(type, window)
-    if mask is not None:
+    if mask.__class__ is TracedBlockMask:
+        rest += TracedBlockMask, mask.shape, mask.lists.indices.device
+    elif mask is not None:
         elements, tiles, blocks, keys = mask.tensors
         first = elements if tiles is None else tiles
-        rest += tiles is None, first.shape, first.stride(), elements.dtype, elements.device, blocks.shape, keys.shape
+        rest += tiles is None, mask.queries, first.shape, first.stride(), elements.dtype, blocks.shape, keys.shape
+        rest += elements.device, first.device, blocks.device, keys.device
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
         trains = grad and (
             q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -126,8 +130,8 @@ def laid_out(kind: Hashable | None, tensors: tuple[Tensor | None, ...]) -> Hasha
 
 
 def spec_of(
-    tensors: tuple[Tensor | None, ...], mask: Mask | None, recipe: str | Recipe, window: tuple[int, int] | None,
-    *settings: Hashable,
+    tensors: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None, recipe: str | Recipe,
+    window: tuple[int, int] | None, *settings: Hashable,
 ) -> Hashable | None:  # fmt: skip
     """A call's specification, or None, by one function; arguments as of `kind_of`."""
     return laid_out(kind_of(tensors, mask, recipe, window, settings), tensors)
@@ -230,14 +234,17 @@ class Plan:
         sequences = queries.batch if call.packed else None
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
+        self.by_kernels = "reference" not in (choice.forward.impl, choice.backward.impl)
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
         self.programs = Cache(MOST_PROGRAMS)
 
     def masks_of(
-        self, attn_mask: Tensor | None, mask: Mask | None, q: Tensor, k: Tensor, *, trains: bool
-    ) -> tuple[Tensor | None, Mask | None]:
+        self, attn_mask: Tensor | None, mask: Mask | TracedBlockMask | None, q: Tensor, k: Tensor, *, trains: bool
+    ) -> tuple[Tensor | None, Mask | TracedBlockMask | None]:
         """The keys that count, or None for the mask's own, and the mask where there is more to it, as they are now."""
+        if attn_mask is None and mask.__class__ is TracedBlockMask and (self.is_empty or not self.by_kernels):
+            return None, None if self.is_empty else mask.counted().with_parts(PartsOfCall())
         if attn_mask is None:
             return None, mask
         if self.padding is not None and mask is None:
@@ -259,6 +266,8 @@ class Plan:
         if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
             checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
             checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
+        if mask.__class__ is TracedBlockMask:
+            mask = self._of_kernels(FORWARD, mask)
         workspace = torch.empty(self.bytes, dtype=torch.uint8, device=q.device)
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
@@ -291,6 +300,8 @@ class Plan:
         """
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
+        if mask.__class__ is TracedBlockMask:
+            mask = self._of_kernels(BACKWARD, mask)
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
@@ -319,6 +330,12 @@ class Plan:
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
         return *gradients, by_block
+
+    def _of_kernels(self, direction: str, mask: TracedBlockMask) -> Mask:
+        """A BlockMask as the kernels of a direction read it."""
+        in_bits = (self.choice.forward if direction == FORWARD else self.choice.backward).impl == "hopper"
+        options = {"words" if direction == FORWARD else "words_by_key": in_bits, "elements": not in_bits}
+        return mask.read(self.call.queries.batch, **options)
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
@@ -459,12 +476,12 @@ class SageAttention(torch.autograd.Function):
             o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, True)
         keep_q, keep_k = plan.keeps
         ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
-        # a mask that the user has read stays as it is; elements of an attn_mask are watched for writes
-        ctx.mask = mask if mask is None or mask.is_kept else mask._replace(elements=None)
+        ctx.weights = len(prologue[2:])
+        # a mask that the user has read stays as it is; of others autograd watches what backward reads for writes
+        ctx.mask, watched = (mask, [None]) if mask is None or mask.is_kept else mask.without_watched()
         ctx.set_materialize_grads(False)
-        elements = None if mask is None or mask.is_kept else mask.elements
         kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
-        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *prologue[2:])
+        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue[2:], *watched)
         if not with_lse:
             return o
         ctx.mark_non_differentiable(workspace)
@@ -475,8 +492,9 @@ class SageAttention(torch.autograd.Function):
         """`Plan.backward`."""
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *tensors = ctx.saved_tensors
-        mask = ctx.mask if elements is None else ctx.mask._replace(elements=elements)
+        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, *tensors = ctx.saved_tensors
+        tensors, watched = tensors[: ctx.weights], tensors[ctx.weights :]
+        mask = ctx.mask if watched[0] is None else ctx.mask.with_watched(watched)
         do = torch.zeros_like(o) if do is None else do
         prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
         create_graph = torch.is_grad_enabled()

@@ -13,6 +13,7 @@ from sagebwd.masks import sm90_block_lists
 from sagebwd.masks.mask import Mask, of_tensor
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.tiles import tiles_of
+from sagebwd.masks.traced_block_mask import TracedBlockMask, refuse_in_capture
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -61,16 +62,17 @@ def read_mask(attn_mask: Tensor) -> Mask:
 
 def _read_block_mask(block_mask: BlockMask) -> Mask:
     with torch.inference_mode(False), torch.no_grad():
-        return tiles_of(block_mask)
+        traced = TracedBlockMask.of(block_mask, block_mask.kv_indices.device)
+        return tiles_of(block_mask) if traced is None else traced.counted()
 
 
 def read(
-    attn_mask: Tensor | None, elements: Tensor | None, mask: Mask | None, query: Tensor, key: Tensor, *,
-    by_key: bool = False, choice: Choice | None = None,
+    attn_mask: Tensor | None, elements: Tensor | None, mask: Mask | TracedBlockMask | None, query: Tensor,
+    key: Tensor, *, by_key: bool = False, choice: Choice | None = None,
 ) -> tuple[Tensor | None, Mask | None]:  # fmt: skip
     """The keys that count, (batch, kv_tokens) bool, and the mask where there is more to it than keys; None for all.
 
-    Args: query and key in four dimensions; elements, `elements_of` attn_mask; mask, `checked` block_mask; by_key,
+    Args: query and key in four dimensions; elements, `elements_of` attn_mask; mask, `given` block_mask; by_key,
     whether a backward will read it; choice, who runs the call, where that is known.
 
     Raises NotImplementedError, naming the argument.
@@ -95,13 +97,15 @@ def read(
             "accepted there: boolean key padding (batch or 1, 1, 1, kv_tokens). Put the rest into the BlockMask's "
             "mask_mod, or give attn_mask alone"
         )
-    if torch.compiler.is_compiling():
-        mask = mask._replace(parts=None)
+    if mask.__class__ is TracedBlockMask:
+        mask = mask.counted().with_parts(PartsOfCall())
+    elif torch.compiler.is_compiling():
+        mask = mask.with_parts(None)
     else:
         mask.arrive()
     if elements is not None:  # whose values belong to this call
         parts = None if mask.parts is None else PartsOfCall()
-        return _keys(mask.keys, shape, elements[:, 0, 0]), mask._replace(parts=parts)
+        return _keys(mask.keys, shape, elements[:, 0, 0]), mask.with_parts(parts)
     return keys_of(mask, shape[0], shape[3]), mask
 
 
@@ -175,45 +179,88 @@ def _once_where_expanded(mask: Tensor) -> Tensor:
     return mask[tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride())]
 
 
-def checked(block_mask: BlockMask | Mask | None, query: Tensor, key: Tensor) -> Mask | None:
-    """A block_mask as it is read now, for query and key in four dimensions.
-
-    Raises TypeError, ValueError and NotImplementedError, each naming the argument.
-    """
-    if block_mask is None:
+def given(block_mask: object, query: Tensor) -> Mask | TracedBlockMask | None:
+    """A block_mask as plans take it, unchecked; None for a BlockMask that has to be read now and for anything else."""
+    if block_mask.__class__ is Mask:
+        return block_mask
+    if torch.compiler.is_compiling() or not (is_block_mask(block_mask) and isinstance(query, Tensor)):
         return None
-    shape, device = (*query.shape[:3], key.shape[2]), key.device
-    if not isinstance(block_mask, Mask):
-        if not is_block_mask(block_mask):
-            raise TypeError(f"block_mask: expected a BlockMask or None, got {type(block_mask).__name__}")
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "block_mask: a BlockMask cannot be read under torch.compile; pass "
-                "sagebwd.read_block_mask(block_mask), made outside of what is compiled"
-            )
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "block_mask: a BlockMask cannot be read while a CUDA graph is captured, since that waits for the "
-                "device; pass sagebwd.read_block_mask(block_mask), made before the capture"
-            )
-        tokens = tuple(block_mask.seq_lengths)
-        if tokens != tuple(shape[2:]):
-            raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
-        block_mask = _read_block_mask(block_mask)._replace(parts=PartsOfCall())
-    if block_mask.tiles is None:
-        sizes = *block_mask.elements.shape[:2], block_mask.keys.shape[1]
-        fits = _broadcast(block_mask.elements.shape, shape)
+    return TracedBlockMask.of(block_mask, query.device)
+
+
+def check(block_mask: object, query: Tensor, key: Tensor) -> None:
+    """Raises TypeError and ValueError, each naming the argument, unless a block_mask is one of a call, or None; query
+    and key in four dimensions."""
+    if block_mask is None:
+        return
+    shape = *query.shape[:3], key.shape[2]
+    if isinstance(block_mask, Mask):
+        _check_fits(block_mask, shape, key.device)
+        return
+    if not is_block_mask(block_mask):
+        raise TypeError(f"block_mask: expected a BlockMask or None, got {type(block_mask).__name__}")
+    tokens = tuple(block_mask.seq_lengths)
+    if tokens != tuple(shape[2:]):
+        raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
+    sizes, device = block_mask.kv_num_blocks.shape, block_mask.kv_num_blocks.device
+    if not _broadcast(sizes[:2], shape[:2]):
+        raise ValueError(
+            f"block_mask: made for batch {sizes[0]} and {sizes[1]} heads, called with batch {shape[0]} and "
+            f"{shape[1]} heads; either may be 1"
+        )
+    if device != key.device:
+        raise ValueError(
+            f"block_mask: device {device} differs from key's {key.device}; move it by "
+            f"block_mask.to({str(key.device)!r})"
+        )
+
+
+def read_now(block_mask: BlockMask) -> Mask:
+    """A BlockMask as it is read now, for one call.
+
+    Raises NotImplementedError where that cannot be done.
+    """
+    if block_mask.__class__ is Mask:
+        return block_mask
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "block_mask: a BlockMask cannot be read under torch.compile; pass "
+            "sagebwd.read_block_mask(block_mask), made outside of what is compiled"
+        )
+    if block_mask.kv_num_blocks.is_cuda and torch.cuda.is_current_stream_capturing():
+        name = getattr(block_mask.mask_mod, "__qualname__", None) or type(block_mask.mask_mod).__name__
+        refuse_in_capture(f"whose mask_mod, {name}, kernels do not compute,")
+    return _read_block_mask(block_mask).with_parts(PartsOfCall())
+
+
+def _check_fits(mask: Mask, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raises ValueError unless a mask is one of a call: batch, heads, queries and keys, on a device."""
+    lists = mask.elements if mask.tiles is None else mask.tiles
+    for x in (lists, mask.blocks, mask.keys):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"block_mask: pytree code put {type(x).__name__} in place of its tensors")
+    batch, heads, queries, keys = mask.shape
+    if mask.tiles is None:
+        fits = _broadcast(mask.elements.shape, shape)
     else:
-        sizes = *block_mask.tiles.shape[:2], block_mask.keys.shape[1]
-        fits = _broadcast(sizes[:2], shape[:2]) and sizes[2] == shape[3]
+        fits = _broadcast((batch, heads), shape[:2]) and (queries, keys) == shape[2:]
     if not fits:
         raise ValueError(
-            f"block_mask: of batch {sizes[0]}, {sizes[1]} heads and {sizes[2]} keys does not fit a call of batch "
-            f"{shape[0]}, {shape[1]} heads and {shape[3]} keys; batch and heads may be 1"
+            f"block_mask: of batch {batch}, {heads} heads, {queries} queries and {keys} keys does not fit a call of "
+            f"batch {shape[0]}, {shape[1]} heads, {shape[2]} queries and {shape[3]} keys; batch and heads may be 1. "
+            "Of some elements of the batch it is block_mask[begin:end]"
         )
-    if block_mask.elements.device != device:
-        raise ValueError(f"block_mask: device {block_mask.elements.device} differs from key's {device}")
-    return block_mask
+    found = (lists.shape[:2], (mask.keys.shape[0],)), (mask.blocks.shape[:2], (lists.shape[0],))
+    if found[0] != found[1]:
+        raise ValueError(
+            f"block_mask: its tensors are of batches {lists.shape[0]}, {mask.blocks.shape[0]} and "
+            f"{mask.keys.shape[0]}; cut all of them alike, as block_mask[begin:end] does"
+        )
+    for x in mask.tensors:
+        if x is not None and x.device != device:
+            raise ValueError(
+                f"block_mask: device {x.device} differs from key's {device}; move it by block_mask.to({str(device)!r})"
+            )
 
 
 def _broadcast(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:

@@ -11,13 +11,15 @@ bias of zeros) needs no elements.
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from sagebwd.masks.parts import Parts
 
@@ -36,7 +38,7 @@ HIDDEN_ELSE = -1.6e38
 ROWS = 4096
 
 
-class Mask(NamedTuple):
+class Mask:
     """A mask of one call.
 
     elements: the tensor in four dimensions; or, where there are ``tiles``, (count, TILE, TILE) bool.
@@ -45,18 +47,51 @@ class Mask(NamedTuple):
     keys: (B or 1, M or 1) bool, which keys any query of any head sees. blocks and keys are None where a plan's
     programs will read the elements.
     parts: what kernels read, made of these and kept with them; None: made in each call.
+    queries: N of a mask of tiles that a user holds.
+
+    To pytree code, as pipelines and replicas have it, a mask of several batch elements is the tensors that begin with
+    them; stored tiles belong to all. A mask that stands for the whole batch is one leaf and no tensor, and goes to
+    each part as it is. What is rebuilt of other tensors has parts of its own.
     """
 
-    elements: Tensor
-    tiles: Tensor | None
-    blocks: Tensor | None
-    keys: Tensor | None
-    parts: Parts | None = None
+    def __init__(
+        self, elements: Tensor, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None,
+        parts: Parts | None = None, queries: int | None = None,
+    ) -> None:  # fmt: skip
+        self.elements, self.tiles, self.blocks, self.keys = elements, tiles, blocks, keys
+        self.parts, self.queries = parts, queries
+        self.tree: tuple[list[Any], _Origin] | None = None  # as pytree code has it
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """All but the parts."""
-        return self[:4]
+        return self.elements, self.tiles, self.blocks, self.keys
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch or 1, heads or 1, queries (or 1, of elements that are all queries'), keys."""
+        lists = self.elements if self.tiles is None else self.tiles
+        queries = lists.shape[2] if self.tiles is None else self.queries
+        return lists.shape[0], lists.shape[1], queries, self.keys.shape[1]
+
+    def with_tensors(
+        self, elements: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None,
+        parts: Parts | None = None,
+    ) -> Mask:  # fmt: skip
+        """A mask of other tensors, and so of other parts, for as many queries."""
+        return Mask(elements, tiles, blocks, keys, parts, self.queries)
+
+    def with_parts(self, parts: Parts | None) -> Mask:
+        """The same tensors with other parts."""
+        return self.with_tensors(*self.tensors, parts)
+
+    def without_watched(self) -> tuple[Mask, list[Tensor]]:
+        """The same without what backward reads of the user's memory, and that."""
+        return self.with_tensors(None, *self.tensors[1:], self.parts), [self.elements]
+
+    def with_watched(self, watched: list[Tensor]) -> Mask:
+        """The mask of which this is left."""
+        return self.with_tensors(*watched, *self.tensors[1:], self.parts)
 
     def made(self, settings: Hashable, make: Callable[[], T]) -> T:
         """The part of the mask that ``make()`` gives for some settings."""
@@ -81,21 +116,42 @@ class Mask(NamedTuple):
         """Whether it is added to the scores."""
         return self.elements.is_floating_point()
 
-    def to(self, device: torch.device | str) -> Mask:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Mask:
         """The same on another device."""
-        moved = Mask(*(None if x is None else x.to(device) for x in self.tensors))
+        moved = (None if x is None else x.to(device, non_blocking=non_blocking) for x in self.tensors)
+        moved = self.with_tensors(*moved)
         return moved if self.parts is None else moved.kept()
+
+    def __getitem__(self, rows: slice) -> Mask:
+        """The mask of some elements of the batch; one that stands for the whole batch is theirs too.
+
+        Raises TypeError for anything but a slice, whose step is 1.
+        """
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise TypeError(f"block_mask[{rows!r}]: expected a slice of the batch, as block_mask[2:4]")
+        if self.shape[0] == 1:
+            return self
+        leaves, origin = _flattened(self)
+        return _rebuilt([x[rows] for x in leaves], origin)
 
     def kept(self) -> Mask:
         """The same with parts, for tensors that nobody writes to."""
         parts = Parts()
         parts.keep("mask", self.tensors)
-        return self._replace(parts=parts)
+        return self.with_parts(parts)
 
     def arrive(self) -> None:
         """Order the current stream behind the making of a mask that was `kept`."""
         if self.parts is not None:
             self.parts.arrive()
+
+    def __deepcopy__(self, memo: dict) -> Mask:
+        self.arrive()
+        return self.with_tensors(*copy.deepcopy(self.tensors, memo)).kept()
+
+    def __reduce__(self) -> tuple:
+        self.arrive()
+        return _loaded, (*self.tensors, self.queries)
 
     def part(self, rows: slice, keys: slice) -> Tensor:
         """The elements of some queries and keys, (B or 1, H or 1, rows or 1, keys or 1); 0 beyond the last."""
@@ -111,6 +167,56 @@ class Mask(NamedTuple):
         q = torch.arange(rows.start, rows.stop, device=device).clamp(max=self.tiles.shape[2] * TILE - 1)[:, None]
         k = torch.arange(keys.start, keys.stop, device=device).clamp(max=self.tiles.shape[3] * TILE - 1)
         return self.elements[self.tiles[:, :, q // TILE, k // TILE].long(), q % TILE, k % TILE]
+
+
+def _loaded(elements: Tensor, tiles: Tensor | None, blocks: Tensor, keys: Tensor, queries: int | None) -> Mask:
+    """A mask of tensors that were pickled."""
+    return Mask(elements, tiles, blocks, keys, queries=queries).kept()
+
+
+class _Origin:
+    """The mask that pytree code took apart: of which parts have stored tiles and queries, and which is a leaf of its
+    own where it stands for the whole batch. Equal where the mask is the same object, as specifications of trees are
+    compared."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Origin) and other.mask is self.mask
+
+    def __hash__(self) -> int:
+        return id(self.mask)
+
+
+def _leaves(mask: Mask, origin: _Origin) -> list[Any]:
+    """The tensors that begin with batch elements, or where there is one for all the mask itself."""
+    lists = mask.elements if mask.tiles is None else mask.tiles
+    return [lists, mask.blocks, mask.keys] if lists.shape[0] > 1 else [origin]
+
+
+def _flattened(mask: Mask) -> tuple[list[Any], _Origin]:
+    if mask.tree is not None:
+        return mask.tree
+    origin = _Origin(mask)
+    return _leaves(mask, origin), origin
+
+
+def _rebuilt(leaves: Iterable[Any], origin: _Origin) -> Mask:
+    """The mask of other leaves, which need be no tensors: a tree of settings has the form of the tree that it is for.
+    Of the same leaves it is the mask itself."""
+    mask, leaves = origin.mask, list(leaves)
+    if leaves == [origin] or all(x is y for x, y in zip(leaves, _leaves(mask, origin), strict=True)):
+        return mask
+    mask.arrive()  # leaves that are parts of its tensors are behind their making
+    lists, blocks, keys = leaves if len(leaves) == 3 else (None,) * 3
+    places = (lists, None) if mask.tiles is None else (mask.elements, lists)
+    rebuilt = mask.with_tensors(*places, blocks, keys, Parts())
+    rebuilt.tree = leaves, origin
+    return rebuilt
+
+
+register_pytree_node(Mask, _flattened, _rebuilt, serialized_type_name="sagebwd.masks.mask.Mask")
 
 
 def by_kernels(x: Tensor) -> bool:

@@ -126,18 +126,13 @@ def _pass_kernel(
         shown, cut = ((x > HIDDEN) | (x != x)) & there, x != 0
     else:
         shown, cut = x != 0, (x == 0) & there
-    bit = along // 8 * 2 + along % 2
     at_words = number.to(tl.int64) * (TILE * 4)
     if words is not None:
-        packed = shown.to(tl.int32) << bit[None, :]
-        packed = tl.sum(tl.sum(tl.reshape(packed, [TILE, TILE // 8, 4, 2]), 3), 1)
-        tl.store(words + at_words + along[:, None] * 4 + word[None, :], packed)
+        tl.store(words + at_words + along[:, None] * 4 + word[None, :], bits_of(shown, False))
     if words_by_key is not None:
-        packed = shown.to(tl.int32) << bit[:, None]
-        packed = tl.sum(tl.sum(tl.reshape(packed, [TILE // 8, 4, 2, TILE]), 2), 0)
-        tl.store(words_by_key + at_words + along[None, :] * 4 + word[:, None], packed)
+        tl.store(words_by_key + at_words + along[None, :] * 4 + word[:, None], bits_of(shown, True))
     if blocks is not None:
-        state = tl.where(_of_blocks(shown) == 0, SKIP, tl.where(_of_blocks(cut) == 0, WHOLE, MASKED)).to(tl.uint8)
+        state = states_of(shown, cut)
         side = tl.arange(0, SIDE)
         row, column = first_q // BLOCK + side, first_k // BLOCK + side
         rows, columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
@@ -150,6 +145,26 @@ def _pass_kernel(
             tl.store(row_of_keys + k, seen.to(tl.uint8), mask=seen != 0)
     if tiles is not None:
         tl.store(tiles + number, number)
+
+
+@triton.jit
+def bits_of(shown, BY_KEY: tl.constexpr):
+    """Words of a tile (TILE, TILE), (TILE, 4) int32 as `sm90_block_lists.pack` has them; by key (4, TILE), a row of
+    keys in each column."""
+    along = tl.arange(0, TILE)
+    bit = along // 8 * 2 + along % 2
+    if BY_KEY:
+        packed = shown.to(tl.int32) << bit[:, None]
+        return tl.sum(tl.sum(tl.reshape(packed, [TILE // 8, 4, 2, TILE]), 2), 0)
+    else:
+        packed = shown.to(tl.int32) << bit[None, :]
+        return tl.sum(tl.sum(tl.reshape(packed, [TILE, TILE // 8, 4, 2]), 3), 1)
+
+
+@triton.jit
+def states_of(shown, cut):
+    """SKIP, MASKED or WHOLE of the blocks of a tile, (SIDE, SIDE) uint8; cut: what keeps one from being whole."""
+    return tl.where(_of_blocks(shown) == 0, SKIP, tl.where(_of_blocks(cut) == 0, WHOLE, MASKED)).to(tl.uint8)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def tiles_of(block_mask: BlockMask) -> Mask:
     blocks = blocks[:, :, : -(-tokens[0] // BLOCK), : -(-tokens[1] // BLOCK)].contiguous()
     seen = shows.flatten(1, 2).any(1).int()[..., None].repeat(1, 1, TILE)
     seen.flatten(0, 1).index_add_(0, batch * grid[1] + column, elements[2:].any(1).int())
-    return Mask(elements, tiles, blocks, seen.flatten(1)[:, : tokens[1]] > 0)
+    return Mask(elements, tiles, blocks, seen.flatten(1)[:, : tokens[1]] > 0, queries=tokens[0])
 
 
 def _ask(block_mask: BlockMask, given: Tensor, places: Tensor, seen: Tensor) -> None:

@@ -137,9 +137,9 @@ def run(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> tupl
 
 
 def leaves_of(given: tuple) -> Iterator[Any]:
-    """Fields of named tuples in named tuples, in their order, and the rest as it is."""
+    """Fields of named tuples in named tuples and of tuples of tensors, in their order, and the rest as it is."""
     for x in given:
-        if hasattr(x, "_fields"):
+        if hasattr(x, "_fields") or (x.__class__ is tuple and x and isinstance(x[0], Tensor)):
             yield from leaves_of(x)
         else:
             yield x

@@ -1,0 +1,124 @@
+"""A BlockMask whose mask_mod a kernel computes, so that reading it in each call needs neither the host nor a wait.
+
+FlexAttention trusts a BlockMask's lists and calls its mask_mod in every call; so does this, on a GPU. Forward reads it
+and keeps none of what it read: backward reads it again, of the same tensors, which autograd watches for writes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.masks import mask as masks
+from sagebwd.masks.mask import TILE, Mask
+from sagebwd.masks.parts import PartsOfCall
+from sagebwd.masks.trace_mask_mod import Trace, traced
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from sagebwd.masks.block_mask_pass import Lists
+
+# Bytes that a call may take for tiles of which nobody knows whether they are there: beyond these they are counted,
+# which waits for the device. Bits of 65536 queries and keys.
+MOST_BYTES = 1 << 29
+
+
+def refuse_in_capture(what: str) -> None:
+    """Raises NotImplementedError for a BlockMask that can be read by a wait alone."""
+    raise NotImplementedError(
+        f"block_mask: a BlockMask {what} cannot be read while a CUDA graph is captured, since that waits for the "
+        "device; pass sagebwd.read_block_mask(block_mask), made before the capture"
+    )
+
+
+class TracedBlockMask(NamedTuple):
+    """Lists of a BlockMask, what its mask_mod computes, the sizes of its blocks, and its queries and keys."""
+
+    lists: Lists
+    trace: Trace
+    sizes: tuple[int, int]
+    tokens: tuple[int, int]
+
+    @classmethod
+    def of(cls, block_mask: BlockMask, device: torch.device) -> TracedBlockMask | None:
+        """None on a CPU, where a mask_mod has no trace, and of tensors elsewhere or that autograd does not keep."""
+        lists = (
+            block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        )  # fmt: skip
+        if not masks.by_kernels(lists[1]):
+            return None
+        trace = traced(block_mask.mask_mod, device)
+        if trace is None:
+            return None
+        for x in (*lists, *trace.tables):
+            if x is not None and (x.device != device or x.is_inference() or x.layout is not torch.strided):
+                return None
+        from sagebwd.masks.block_mask_pass import Lists
+
+        return cls(Lists(*lists), trace, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch or 1, heads or 1, queries, keys."""
+        return *self.lists.counts.shape[:2], *self.tokens
+
+    @property
+    def is_kept(self) -> bool:
+        """Never: the tensors are the user's."""
+        return False
+
+    def without_watched(self) -> tuple[TracedBlockMask, list[Tensor | None]]:
+        """The same without its tensors, all of which backward reads again, and these."""
+        tensors = [*self.lists, *self.trace.tables]
+        return self.with_watched([None] * len(tensors)), tensors
+
+    def with_watched(self, watched: list[Tensor | None]) -> TracedBlockMask:
+        """The BlockMask of which this is left."""
+        count = len(self.lists)
+        lists, tables = self.lists._make(watched[:count]), tuple(watched[count:])
+        return self._replace(lists=lists, trace=self.trace._replace(tables=tables))
+
+    def bytes(self, *, in_bits: bool) -> int:
+        """Of room for every tile."""
+        tiles = math.prod(self.shape[:2]) * math.prod(-(-n // TILE) for n in self.tokens)
+        return tiles * TILE * TILE // (8 if in_bits else 1)
+
+    def read(self, batch: int, *, words: bool = False, words_by_key: bool = False, elements: bool = False) -> Mask:
+        """The mask of a call of so many batch elements: with words of rows of queries, of keys, or elements, as its
+        kernels read them."""
+        from sagebwd.masks import block_mask_pass
+
+        in_bits = not elements
+        if self.bytes(in_bits=in_bits) > MOST_BYTES:
+            return self.counted().with_parts(PartsOfCall())
+        with torch.cuda.device_of(self.lists.indices):
+            found = block_mask_pass.read(
+                self.lists, self.trace, self.sizes, self.tokens, batch, words=words, words_by_key=words_by_key,
+                elements=elements,
+            )  # fmt: skip
+        parts = PartsOfCall()
+        for by_key, bits in enumerate((found.words, found.words_by_key)):
+            if bits is not None:
+                parts.keep(("bits", self.tokens, bool(by_key)), (bits, found.tiles))
+        held = found.elements if elements else found.tiles.new_empty((0, TILE, TILE), dtype=torch.bool)
+        parts.keep(("keys", batch, self.tokens[1]), found.keys)
+        return Mask(held, found.tiles, found.blocks, found.keys, parts, self.tokens[0])
+
+    def counted(self) -> Mask:
+        """The mask with tiles that are shown in part alone, whose number the host waits for."""
+        from sagebwd.masks import block_mask_pass
+
+        if self.lists.indices.is_cuda and torch.cuda.is_current_stream_capturing():
+            refuse_in_capture(f"of {self.tokens[0]} queries and {self.tokens[1]} keys")
+        with torch.cuda.device_of(self.lists.indices):
+            given = block_mask_pass.states(self.lists)
+            stored = block_mask_pass.stored(given, self.sizes, self.tokens)
+            places = stored.view(-1).cumsum(0, dtype=torch.int32)
+            count = int(places[-1])
+            places = (places - 1).view(stored.shape)
+            found = block_mask_pass.read_stored(given, places, count, self.trace, self.sizes, self.tokens)
+        return Mask(found.elements, found.tiles, found.blocks, found.keys, queries=self.tokens[0])
