@@ -137,7 +137,9 @@ def check_lists(found, expected):
     """The same counts, and the same blocks in the same order; what is behind them is never read."""
     for name in LISTS:
         counts = getattr(found, name)
-        assert counts.dtype == torch.int32
+        for made in (counts, getattr(found, name.replace("num_blocks", "indices"))):
+            assert made.dtype == torch.int32
+            assert made.is_contiguous()
         assert torch.equal(counts, getattr(expected, name)), name
         places = [getattr(x, name.replace("num_blocks", "indices")) for x in (found, expected)]
         listed = torch.arange(places[0].shape[-1]) < counts[..., None]

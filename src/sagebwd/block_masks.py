@@ -183,9 +183,11 @@ def from_key_ranges(starts: Tensor, ends: Tensor, kv_tokens: int) -> BlockMask:
     ranges = _apart(starts.clamp(0, kv_tokens), ends.clamp(0, kv_tokens))
     seen, whole = _blocks(ranges, kv_tokens)
     full = whole == BLOCK
-    return BlockMask.from_kv_blocks(
-        *_listed((seen > 0) & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=_mask_mod(ranges),
-        seq_lengths=(tokens, kv_tokens),
+    part = (seen > 0) & ~full
+    # not from_kv_blocks, which takes longer to make the lists of keys than all else here
+    return BlockMask(
+        (tokens, kv_tokens), *_listed(part), *_listed(full), *_listed(part.mT.contiguous()),
+        *_listed(full.mT.contiguous()), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_mask_mod(ranges),
     )  # fmt: skip
 
 
