@@ -182,6 +182,19 @@ def test_ranges_in_any_order_that_overlap_touch_or_are_empty():
         check(from_key_ranges(starts, ends, keys), shown if batch > 1 else shown[0])
 
 
+def test_sizes_of_other_kinds_of_integers():
+    rows = torch.tensor(BATCH[0][0]), torch.tensor([100, 200, 0])
+    expected = prefix_documents([x.tolist() for x in rows], **CPU)
+    for lengths in (rows, torch.stack(rows), torch.stack(rows).numpy()):
+        check_lists(prefix_documents(lengths, **CPU), expected)
+    lengths = torch.tensor([70, 230])
+    expected = prefix_documents([70, 230], [3, 200], **CPU)
+    check_lists(prefix_documents(lengths.numpy(), torch.tensor([3, 200]).numpy(), **CPU), expected)
+    check_lists(causal_frames(*torch.tensor([3, 70]).numpy(), **CPU), causal_frames(3, 70, **CPU))
+    short = from_key_ranges(torch.zeros(300, dtype=torch.uint8), torch.full((300,), 200, dtype=torch.uint8), 300)
+    check(short, (torch.arange(300) < 200).expand(300, 300))
+
+
 def test_a_mask_keeps_what_it_was_made_of():
     starts, ends = torch.zeros(200, dtype=torch.int32), torch.arange(1, 201, dtype=torch.int32)
     mask = from_key_ranges(starts, ends, 200)
@@ -244,6 +257,8 @@ def test_no_pair_is_evaluated_and_nothing_waits():
         (lambda: causal_frames(2, 5, chunk=0), "chunk: expected"),
         (lambda: sliding_frames(2, 5, (-2, 0)), r"window\[0\]: expected an integer, at least -1"),
         (lambda: sliding_frames(2, 5, (1, 0), sink=-1), "sink: expected"),
+        (lambda: sliding_frames(2, 5, 3), r"window: expected \(left, right\)"),
+        (lambda: prefix_documents([0, 0]), "lengths, the sum: expected"),
         (lambda: prefix_documents([]), "lengths: expected integers"),
         (lambda: prefix_documents([5, 2.0]), "lengths: expected integers"),
         (lambda: prefix_documents([5, -2]), "lengths: expected an integer, at least 0"),
@@ -254,7 +269,8 @@ def test_no_pair_is_evaluated_and_nothing_waits():
         (lambda: image_blocks([0, 1]), "images: expected .* got list"),
         (lambda: image_blocks(IMAGES, window=0), "window: expected"),
         (lambda: from_key_ranges(IMAGES, IMAGES[:5], 5), "starts, ends: shapes"),
-        (lambda: from_key_ranges(IMAGES.float(), IMAGES, 5), "starts: torch.float32"),
+        (lambda: from_key_ranges(IMAGES.float(), IMAGES, 5), "starts: expected .* got torch.float32 of shape"),
+        (lambda: from_key_ranges(IMAGES, [5], 5), "ends: expected .* got list"),
         (lambda: from_key_ranges(IMAGES, IMAGES, 0), "kv_tokens: expected"),
     ],
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import or_
+from operator import index, or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +66,8 @@ def sliding_frames(
     """
     _check_at_least(1, frames=frames, tokens=tokens, chunk=chunk)
     _check_at_least(0, sink=sink)
+    if not isinstance(window, Sequence) or len(window) != 2:
+        raise TypeError(f"window: expected (left, right), frames before and after, got {window!r}")
     left, right = window
     _check_at_least(UNLIMITED, **{"window[0]": left, "window[1]": right})
     _, stop = _chunks(frames, chunk, first_alone, device)
@@ -116,6 +118,8 @@ def prefix_documents(
         raise ValueError(f"prefixes: {prefixes} are not one for each of the lengths {lengths}")
     if len({sum(row) for row in rows}) != 1:
         raise ValueError(f"lengths: sequences of {[sum(row) for row in rows]} tokens; expected as many in each")
+    total = sum(rows[0])
+    _check_at_least(1, **{"lengths, the sum": total})
     starts, ends = [], []
     for sizes, seen in zip(rows, kept):
         _check_at_least(0, lengths=min(sizes), prefixes=min(seen))
@@ -123,12 +127,11 @@ def prefix_documents(
             raise ValueError(f"prefixes: {seen} are longer than their documents of {sizes}")
         sizes, seen = (torch.tensor(x).to(_device(device), non_blocking=True) for x in (sizes, seen))
         first = sizes.cumsum(0) - sizes
-        total = sum(rows[0])
         first, prefix = (x.repeat_interleave(sizes, output_size=total) for x in (first, first + seen))
         starts.append(first)
         ends.append(torch.maximum(prefix, torch.arange(1, total + 1, device=first.device)))
     starts, ends = (torch.stack(x)[:, None] if batched else x[0] for x in (starts, ends))
-    return from_key_ranges(starts, ends, sum(rows[0]))
+    return from_key_ranges(starts, ends, total)
 
 
 def image_blocks(images: Tensor, *, window: int | None = None) -> BlockMask:
@@ -140,8 +143,9 @@ def image_blocks(images: Tensor, *, window: int | None = None) -> BlockMask:
         window: of its local layers: a query sees its image and the last ``window`` tokens, its own counted.
     """
     if not isinstance(images, Tensor) or images.is_floating_point() or not 1 <= images.dim() <= 2:
-        got = f"{images.dtype} of shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise TypeError(f"images: expected a boolean or integer tensor (tokens,) or (batch, tokens), got {got}")
+        raise TypeError(
+            f"images: expected a boolean or integer tensor (tokens,) or (batch, tokens), got {_described(images)}"
+        )
     tokens = images.shape[-1]
     _check_at_least(1, tokens=tokens, **({} if window is None else {"window": window}))
     place = torch.arange(tokens, device=images.device).expand_as(images)
@@ -170,8 +174,8 @@ def from_key_ranges(starts: Tensor, ends: Tensor, kv_tokens: int) -> BlockMask:
         tensors of its own.
     """
     for name, x in (("starts", starts), ("ends", ends)):
-        if x.is_floating_point() or x.dtype == torch.bool or not 1 <= x.dim() <= 3:
-            raise TypeError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; expected integers in 1 to 3 dimensions")
+        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or not 1 <= x.dim() <= 3:
+            raise TypeError(f"{name}: expected a tensor of integers in 1 to 3 dimensions, got {_described(x)}")
     if starts.shape != ends.shape or starts.device != ends.device or 0 in starts.shape:
         raise ValueError(
             f"starts, ends: shapes {tuple(starts.shape)} on {starts.device} and {tuple(ends.shape)} on {ends.device}; "
@@ -179,7 +183,7 @@ def from_key_ranges(starts: Tensor, ends: Tensor, kv_tokens: int) -> BlockMask:
         )
     _check_at_least(1, kv_tokens=kv_tokens)
     tokens = starts.shape[-1]
-    starts, ends = (x.reshape(-1, *x[(None,) * (2 - x.dim())].shape[-2:]) for x in (starts, ends))
+    starts, ends = (x.long().reshape(-1, *x[(None,) * (2 - x.dim())].shape[-2:]) for x in (starts, ends))
     ranges = _apart(starts.clamp(0, kv_tokens), ends.clamp(0, kv_tokens))
     seen, whole = _blocks(ranges, kv_tokens)
     full = whole == BLOCK
@@ -256,12 +260,22 @@ def _of_frames(starts: Sequence[Tensor], ends: Sequence[Tensor], tokens: int, fr
 
 def _rows(name: str, sizes: Sequence[int] | Sequence[Sequence[int]]) -> tuple[list[list[int]], bool]:
     """Integers of each sequence of a batch, and whether there is a batch."""
-    sizes = sizes.tolist() if isinstance(sizes, Tensor) else list(sizes)
-    batched = bool(sizes) and not isinstance(sizes[0], int)
-    rows = [list(row) for row in sizes] if batched else [sizes]
-    if not all(rows) or not all(isinstance(size, int) for row in rows for size in row):
+    batched = len(sizes) > 0 and not _is_integer(sizes[0])
+    rows = [list(row) for row in sizes] if batched else [list(sizes)]
+    if not all(rows) or not all(_is_integer(size) for row in rows for size in row):
         raise TypeError(f"{name}: expected integers, or a list of integers for each sequence of a batch, got {sizes}")
-    return rows, batched
+    return [[index(size) for size in row] for row in rows], batched
+
+
+def _is_integer(x: object) -> bool:
+    """Of Python, of NumPy, or a tensor of one."""
+    if isinstance(x, Tensor):
+        return x.dim() == 0 and not x.is_floating_point()
+    return hasattr(x, "__index__") and not getattr(x, "ndim", 0)
+
+
+def _described(x: object) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _device(device: Device) -> Device:
@@ -270,5 +284,5 @@ def _device(device: Device) -> Device:
 
 def _check_at_least(least: int, **sizes: int) -> None:
     for name, size in sizes.items():
-        if not hasattr(size, "__index__") or size < least:
+        if not _is_integer(size) or size < least:
             raise ValueError(f"{name}: expected an integer, at least {least}, got {size!r}")
