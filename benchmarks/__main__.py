@@ -155,20 +155,22 @@ def masks(
     mask: Annotated[
         list[str] | None,
         typer.Option(
-            help="documents, chunks, prefix, window or random; gpt-oss or gpt-oss-window, layers with sinks; repeat "
-            "[default: all but gpt-oss's]."
+            help="documents, causal-frames, causal-frames-14b, teacher-forcing, gpt-oss-window (with sinks), "
+            "image-blocks or elements; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
         ),
     ] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: 128, 64].")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: the mask's own].")] = None,
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe, 'packed RECIPE', flex, flex-flash, fa4 or sdpa; repeat [default: mixed and token, both "
-            "packed too, and all others but sdpa]."
+            help="A recipe, 'read RECIPE', 'packed RECIPE', 'band RECIPE', flex, flex-flash, fa4, sdpa, 'packed "
+            "varlen', 'packed fa4' or 'packed fa3'; repeat [default: mixed in each form, all others but flex-flash]."
         ),
     ] = None,
     impl: Annotated[str | None, typer.Option(help="Kernel family of ours [default: the fastest].")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Queries and keys [default: 16384; on a CPU 512].")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Queries and keys, about [default: the mask's own; on a CPU 512].")
+    ] = None,
     rounds: commands.Rounds = 4,
     processes: Annotated[
         int | None,
@@ -180,32 +182,33 @@ def masks(
     commit: commands.Commit = None,
     kernels_hash: Annotated[str | None, typer.Option(help="Of the tree of kernels, outside a git checkout.")] = None,
 ) -> None:
-    """Speed of block masks, and of layers with sinks, end to end, against FlexAttention and FlashAttention-4."""
+    """Speed of masks of video, documents and images, end to end, against FlexAttention, FlashAttention and SDPA."""
     from sagebwd.cli.terminal import console, progress, quiet
 
     quiet()
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
-    from benchmarks import mask_cases
+    from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
     from sagebwd.cli.hardware import check_device, command_output
-    from sagebwd.cli.results import environment, save
+    from sagebwd.cli.results import environment, path_of, save
     from sagebwd.dispatch import check_known
 
     commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
     commands.check_at_least(0, processes=processes)
     check_device(device)
     check_known(impl)
-    names = attention or list(mask_cases.DEFAULT)
+    names = attention or list(mask_attentions.DEFAULT)
     for name in names:
-        mask_cases.check_name(name)
-    tokens = tokens or (512 if device == "cpu" else 16384)
+        mask_attentions.recipe_of(name)
+    tokens = tokens or (512 if device == "cpu" else None)
     cases = [
-        mask_cases.Case.of(kind, width, tokens) for width in head_dim or (128, 64) for kind in mask or mask_cases.MASKS
+        mask_cases.Case.of(kind, width, tokens) for width in head_dim or [None] for kind in mask or mask_cases.DEFAULT
     ]
     if processes is None:
         processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
     facts = environment(device, commit)
     facts["kernels"] = kernels_hash or command_output("git", "rev-parse", f"HEAD:{KERNELS}")
+    kept = benchmark.rows_of_other_cases(path_of(facts, output, "masks"), facts, cases)
     rows: list[benchmark.Measurement] = []
     path = None
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
@@ -213,7 +216,8 @@ def masks(
             cases, names, device, impl=impl, rounds=rounds, processes=processes, seconds=seconds, tell=tell
         ):
             rows += measured
-            path = save(rows, facts, output, "masks")  # anew with every mask: one that is cut off has what it measured
+            # anew with every mask: one that is cut off has what it measured
+            path = save([*kept, *rows], facts, output, "masks")
             console.print(_masks_table(measured))
             for row in measured:
                 if row.gate != "ok" and row.direction == benchmark.BOTH:
@@ -226,27 +230,31 @@ def masks(
 
 
 def _masks_table(rows: list) -> Table:
-    """A line an attention: each direction's ms and TFLOPS, what a new mask costs, and the peers' time over it."""
+    """A line an attention: each direction's ms and TFLOPS, FlexAttention's time over it, and the best other's."""
+    from benchmarks.mask_attentions import FLEX, PEERS
+
     one, ways = rows[0], list(dict.fromkeys(row.direction for row in rows))
     shape = f"D{one.head_dim} H{one.heads}/{one.kv_heads} B{one.batch} N{one.tokens}"
-    title = f"{one.mask} {shape}, {one.shown:.1%} of pairs, BlockMask made in {one.block_mask_ms:.1f} ms"
-    table = Table(title=title, title_justify="left", box=None)
+    named = "" if one.named_ms is None else f", by name in {one.named_ms:.1f}"
+    read = "".join(f", read in {ms:.2f}" for ms in {row.read_ms for row in rows} - {None})
+    made = f"BlockMask made in {one.block_mask_ms:.1f} ms{named}{read}"
+    table = Table(title=f"{one.mask} {shape}, {one.shown:.1%} of pairs, {made}", title_justify="left", box=None)
     table.add_column("attention")
     for way in ways:
-        for heading in (f"{way} ms / TFLOPS", "mask ms", "over"):
-            table.add_column(heading, justify="left" if heading == "over" else "right")
+        for heading in (f"{way} ms / TFLOPS", "over flex", "over the best other"):
+            table.add_column(heading, justify="left" if heading == "over the best other" else "right")
     for name in dict.fromkeys(row.attention for row in rows):
         cells = []
         for row in (row for row in rows if row.attention == name):
             if row.ms is None:
                 cells += ["FAILED" if row.gate.startswith("FAILED") else "does not run", "", ""]
                 continue
-            over = ", ".join(f"{peer} {ratio:.2f}x" for peer, ratio in row.over.items())
-            wrong = "" if row.gate == "ok" else " wrong"
+            flex, others = row.over.get(FLEX), {x: row.over[x] for x in PEERS if x in row.over and x != FLEX}
+            best = min(others, key=others.get, default=None)
             cells += [
-                f"{row.ms:.3f} / {row.tflops:.0f}{wrong}",
-                "" if row.mask_ms is None else f"{row.mask_ms:.2f}",
-                over,
+                f"{row.ms:.3f} / {row.tflops:.0f}{'' if row.gate == 'ok' else ' wrong'}",
+                "" if flex is None else f"{flex:.2f}x",
+                "" if best is None else f"{others[best]:.2f}x {best}",
             ]
         table.add_row(name, *cells)
     return table

@@ -22,6 +22,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, tuple[str, ...] | None]]]] = {
         "Attention",
         [("sagebwd", ("sage_attention", "sage_attention_varlen", "read_mask", "read_block_mask"))],
     ),
+    "block_masks": ("Masks by name", [("sagebwd.block_masks", None)]),
     "norm_rope": (
         "QK-norm and rotary embedding before attention",
         [("sagebwd", ("qk_norm_rope_attention", "qk_norm_rope"))],

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import __main__ as cli
+from benchmarks import mask_attentions
 from benchmarks import mask_cases as cases
 from benchmarks import masks as bench
 from sagebwd import sage_attention
@@ -20,8 +21,10 @@ pytestmark = pytest.mark.rounding
 
 @pytest.fixture(autouse=True)
 def few_heads(monkeypatch):
-    monkeypatch.setattr(cases, "HEADS", 4)
-    monkeypatch.setattr(cases, "KV_HEADS", 2)
+    forms = {kind: form._replace(heads=4, kv_heads=2) for kind, form in cases.FORMS.items()}
+    monkeypatch.setattr(cases, "FORMS", forms)
+    for name, size in {"SPAN": 30, "IMAGE": 30, "IMAGE_EVERY": 100}.items():
+        monkeypatch.setattr(cases, name, size)
 
 
 def case_of(kind, tokens=256):
@@ -56,6 +59,27 @@ def test_masks_that_cannot_be_packed():
     assert all(case_of(kind).bounds() is None for kind in ("prefix", "window", "random"))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if case_of(kind).named("cpu") is not None])
+def test_a_mask_by_name_is_the_rules(kind):
+    case = case_of(kind, 500)
+    named, expected = case.named("cpu"), case.block_mask(case.mask_mod("cpu"), "cpu")
+    assert torch.equal(case.dense(named.mask_mod, "cpu")[0, 0], shown(case))
+    assert torch.equal(named.to_dense(), expected.to_dense())
+
+
+def test_cases_are_of_whole_frames_and_of_models():
+    assert [case_of(kind, None).shape.tokens for kind in cases.VIDEO] == [32760, 32760, 31200]
+    assert case_of("causal-frames", 100).shape.tokens == 84
+    assert case_of("teacher-forcing", 7).shape.tokens == 20
+    assert case_of("elements", None).shape.tokens == 8192
+
+
+def given_of(case, mask=None):
+    mask_mod = case.mask_mod("cpu")
+    mask = case.block_mask(mask_mod, "cpu") if mask is None else mask
+    return mask_attentions.Given(case, mask, case.dense(mask_mod, "cpu"), case.sinks("cpu"), "cpu")
+
+
 def with_flash_attention_4(monkeypatch, calls):
     """Modules in place of FlashAttention-4's, which compute with integers that are tensors of one."""
 
@@ -82,15 +106,15 @@ def with_flash_attention_4(monkeypatch, calls):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.mark.parametrize("kind", cases.MASKS)
+@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if kind not in cases.BANDS])
 def test_flash_attention_4_is_given_the_same_mask(kind, monkeypatch):
     calls = []
     with_flash_attention_4(monkeypatch, calls)
     monkeypatch.setattr(cases, "BLOCK", 16)
     case = case_of(kind, 64)
-    mask = case.block_mask(case.mask_mod("cpu"), "cpu")
-    found = cases.attentions(case, ["fa4", "sdpa"], "cpu")
-    outputs = [attention(*case.shape.inputs("cpu", torch.float32)[:3], mask) for attention in found.values()]
+    given = given_of(case)
+    mask, found = given.block_mask, mask_attentions.attentions(given, ["fa4", "sdpa"])
+    outputs = [attention(*case.shape.inputs("cpu", torch.float32)[:3]) for attention in found.values()]
     torch.testing.assert_close(*outputs)
     ((forward, backward),) = calls
     assert forward == (
@@ -99,7 +123,7 @@ def test_flash_attention_4_is_given_the_same_mask(kind, monkeypatch):
     assert backward == (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices, (16, 16))
 
 
-@pytest.mark.parametrize(("kind", "window"), [("gpt-oss", (None, None)), ("gpt-oss-window", (127, None))])
+@pytest.mark.parametrize(("kind", "window"), [("gpt-oss", (None, None)), ("gpt-oss-window", (29, None))])
 def test_flash_attention_4_is_given_the_same_layer_with_sinks(kind, window, monkeypatch):
     given = {}
 
@@ -111,67 +135,103 @@ def test_flash_attention_4_is_given_the_same_layer_with_sinks(kind, window, monk
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["flash_attn.cute"].flash_attn_func = flash_attn_func
     case = case_of(kind, 64)
-    sinks = case.sinks("cpu")
-    (attention,) = cases.attentions(case, ["fa4", "sdpa"], "cpu", sinks=sinks).values()
+    of_case = given_of(case)
+    (attention,) = mask_attentions.attentions(of_case, ["fa4", "sdpa"]).values()
     q, *rest, _ = case.shape.inputs("cpu", torch.bfloat16)
-    assert torch.equal(attention(q, *rest, None), q)
-    assert given == {"causal": True, "window_size": window, "learnable_sink": sinks}
+    assert torch.equal(attention(q, *rest), q)
+    assert given == {"causal": True, "window_size": window, "learnable_sink": of_case.sinks}
+
+
+def test_packed_peers_are_given_the_sequences(monkeypatch):
+    case, met = case_of("documents", 64), []
+
+    def candidates(shape, device):
+        met.append(shape.lengths)
+        return {"fa4": lambda q, k, v: q}
+
+    monkeypatch.setattr(mask_attentions.baselines, "candidates", candidates)
+    names = ["packed fa4", "packed varlen"]
+    found = mask_attentions.attentions(given_of(case), names)
+    q, *rest, _ = case.shape.inputs("cpu", torch.bfloat16)
+    assert torch.equal(found["packed fa4"](q, *rest), q)
+    with pytest.raises(NotImplementedError, match="packed varlen is not installed here"):
+        found["packed varlen"](q, *rest)
+    assert met == [tuple(torch.tensor(case.bounds()).diff().tolist())] * 2
+    assert not mask_attentions.attentions(given_of(case_of("prefix", 64)), names)
+
+
+def called(monkeypatch, kind, name):
+    """What sage_attention is called with."""
+    seen = {}
+    monkeypatch.setattr(mask_attentions, "sage_attention", lambda *x, **settings: seen.update(settings))
+    given = given_of(case_of(kind, 64))
+    (attention,) = mask_attentions.attentions(given, [name]).values()
+    attention(None, None, None)
+    return given, {name: seen[name] for name in ("block_mask", "attn_mask", "is_causal", "window") if name in seen}
+
+
+def test_masks_are_passed_as_they_are_or_read_before(monkeypatch):
+    given, seen = called(monkeypatch, "prefix", "mixed")
+    assert seen == {"block_mask": given.block_mask}
+    given, seen = called(monkeypatch, "elements", "mixed")
+    assert seen == {"attn_mask": given.elements}
+    assert called(monkeypatch, "gpt-oss-window", "band mixed")[1] == {"is_causal": True, "window": (29, -1)}
+    for kind in ("prefix", "elements", "gpt-oss-window"):
+        given, seen = called(monkeypatch, kind, "read mixed")
+        assert isinstance(seen.pop("block_mask"), type(given.read()))
+        assert not seen
 
 
 def test_rows_of_one_mask():
-    names = ["token", "mixed", "packed token", "flex", "flex-flash", "sdpa"]
+    names = ["token", "read mixed", "packed token", "flex", "flex-flash", "sdpa"]
     rows = bench.measure_case(case_of("documents"), names, "cpu", rounds=1)
     found = {(row.attention, row.direction): row for row in rows}
     assert list(found) == [(name, way) for way in ("fwd", "fwd+bwd") for name in names]
     for (name, way), row in found.items():
+        assert min(row.block_mask_ms, row.named_ms) > 0
         if name == "flex-flash" or (name, way) == ("flex", "fwd+bwd"):  # of which a CPU has none
             assert row.gate.startswith("does not run: NotImplementedError: ")
-            assert (row.ms, row.host_ms, row.tflops, row.mask_ms, row.over) == (None, None, None, None, {})
+            assert (row.ms, row.host_ms, row.tflops, row.read_ms, row.over) == (None, None, None, None, {})
             continue
         assert row.gate == "ok"
-        assert min(row.ms, row.host_ms, row.tflops) > 0
-        assert (row.mask_ms is None) == (name in ("packed token", "sdpa"))  # which read no BlockMask
-        assert (row.mask_ms or 0) >= 0
+        assert min(row.ms, row.tflops) > 0
+        assert row.host_ms is None or row.host_ms > 0  # None of one that was timed once
+        assert (row.read_ms is None) == (name != "read mixed")
         assert row.shown == pytest.approx(shown(case_of("documents")).float().mean().item())
-        assert row.impl == (None if name in cases.PEERS else "reference/reference")
-        expected = {"flex", "sdpa", f"packed {name}"} - {name}
-        assert set(row.over) == {peer for peer in expected if (peer, way) in found and found[peer, way].ms is not None}
+        assert row.impl == (None if name in mask_attentions.PEERS else "reference/reference")
+        expected = {"flex", "sdpa"} | ({"packed token"} if "token" in name else set())
+        there = {peer for peer in expected - {name} if (peer, way) in found and found[peer, way].ms is not None}
+        assert set(row.over) == there
         for peer, ratio in row.over.items():
             assert ratio == pytest.approx(found[peer, way].ms / row.ms)
 
 
 @pytest.mark.parametrize("kind", cases.BANDS)
-def test_layers_with_sinks(kind, monkeypatch):
-    monkeypatch.setattr(cases, "GPT_OSS_HEADS", 4)
-    monkeypatch.setattr(cases, "GPT_OSS_KV_HEADS", 2)
-    monkeypatch.setattr(cases, "SPAN", 30)
+def test_layers_with_sinks(kind):
     assert shown(case_of(kind)).sum(-1).max() == (30 if kind == "gpt-oss-window" else 256)
-    rows = bench.measure_case(case_of(kind), ["token", "flex", "flex-flash", "packed token"], "cpu", rounds=1)
+    names = ["token", "band token", "read token", "flex", "flex-flash", "packed token", "packed fa4"]
+    rows = bench.measure_case(case_of(kind), names, "cpu", rounds=1)
     gates = {(row.attention, row.direction): row.gate for row in rows}
-    assert {name for name, _ in gates} == {"token", "flex"}  # the others take no sinks
-    assert gates["token", "fwd"] == gates["token", "fwd+bwd"] == gates["flex", "fwd"] == "ok"
+    assert {name for name, _ in gates} == {"token", "band token", "read token", "flex"}  # the others take no sinks
+    assert {gates[name, way] for name in names[:3] for way in ("fwd", "fwd+bwd")} == {"ok"} == {gates["flex", "fwd"]}
     assert {row.attention: row.over.keys() for row in rows if row.direction == "fwd"}["token"] == {"flex"}
-    assert all(row.mask_ms is None for row in rows)
 
 
 @pytest.mark.parametrize("name", ["sinks", "window"])
 def test_a_layer_whose_sinks_or_window_are_forgotten_fails_the_gate(name, monkeypatch):
     real, forgotten = sage_attention, {"sinks": None} if name == "sinks" else {"window": (-1, -1)}
-    monkeypatch.setattr(cases, "sage_attention", lambda *x, **options: real(*x, **options | forgotten))
-    monkeypatch.setattr(cases, "SPAN", 30)
-    (row, *_) = bench.measure_case(case_of("gpt-oss-window"), ["token"], "cpu", rounds=1)
+    monkeypatch.setattr(mask_attentions, "sage_attention", lambda *x, **options: real(*x, **options | forgotten))
+    (row, *_) = bench.measure_case(case_of("gpt-oss-window"), ["band token"], "cpu", rounds=1)
     assert row.gate == "FAILED"
 
 
 def with_dense(monkeypatch, **factors):
     """SDPA alone, wrong by factors."""
-    real = cases.attentions
+    real = bench.attentions
 
-    def attentions(case, names, device, impl, sinks):
-        found = real(case, names, device, impl, sinks)
-        dense = found["sdpa"]
-        found["sdpa"] = lambda q, k, v, mask: scaled(lambda *x: dense(*x, mask), **factors)(q, k, v)
-        return found
+    def attentions(given, names, impl):
+        found = real(given, names, impl)
+        return found | {"sdpa": scaled(found["sdpa"], **factors)}
 
     monkeypatch.setattr(bench, "attentions", attentions)
 
@@ -196,7 +256,7 @@ def test_a_recipe_that_is_refused_under_a_mask_is_a_row_that_says_so(monkeypatch
             raise NotImplementedError("no FP8 under a mask\nand more")
         return sage_attention(*tensors, recipe=recipe, **options)
 
-    monkeypatch.setattr(cases, "sage_attention", refuses)
+    monkeypatch.setattr(mask_attentions, "sage_attention", refuses)
     rows = bench.measure_case(case_of("window"), ["mixed", "packed mixed", "token"], "cpu", rounds=1)
     gates = {row.attention: row.gate for row in rows}
     assert gates == {"mixed": "does not run: NotImplementedError: no FP8 under a mask", "token": "ok"}
@@ -210,6 +270,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     code, out, err = run("masks", *options, *chosen, *named)
     assert code == 0
     assert "chunks D16 H4/2 B1 N128, 6.6% of pairs" in out
+    assert "over the best other" in out
     assert "fa4: does not run: " in out
     assert "1 of 1: chunks D16 H4/2 B1 N128" in err
     (path,) = tmp_path.iterdir()
@@ -219,8 +280,16 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert (content["commit"], content["kernels"], content["gpu"]) == ("abc", "123", "cpu")
     assert len(content["rows"]) == 6
 
+    # a run that is split over calls writes one file, in which a case that is measured again is there once
+    for mask, chunks in (("random", 6), ("chunks", 2)):
+        code, _, _ = run("masks", *options, "--mask", mask, "--attention", "token", *named)
+        assert code == 0
+        assert [row["mask"] for row in json.loads(path.read_text())["rows"]].count("chunks") == chunks
+    code, _, _ = run("masks", *options, *chosen[:4], *named[:-1], "124")  # of other kernels
+    assert {row["mask"] for row in json.loads(path.read_text())["rows"]} == {"chunks"}
+
     real = sage_attention
-    monkeypatch.setattr(cases, "sage_attention", lambda *x, **options: 1.2 * real(*x, **options))
+    monkeypatch.setattr(mask_attentions, "sage_attention", lambda *x, **options: 1.2 * real(*x, **options))
     code, _, err = run("masks", *options, *chosen[:4], *named)
     assert code == 2
     assert "some masks FAILED the correctness gate" in err

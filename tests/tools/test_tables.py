@@ -31,6 +31,25 @@ def test_every_table_is_on_a_page():
     assert named == set(tables.TABLES)
 
 
+def test_masks_that_are_passed_and_read_are_columns_apart():
+    from tools.tables.masks import speeds_table
+
+    call = {"mask": "causal-frames", "tokens": 32760, "heads": 12, "kv_heads": 12, "head_dim": 128, "shown": 0.524}
+    times = {
+        "mixed": ({"flex": 1.8, "sdpa": 3.0, "fa4": 1.2}, {"flex": 1.9, "fa4": 1.3, "packed mixed": 0.9}),
+        "read mixed": ({"flex": 2.1}, {}),  # one that FlexAttention does not run beside
+        "flex": ({"fa4": 0.7}, {"fa4": 0.6}),
+    }
+    rows = [
+        call | {"attention": name, "direction": way, "over": over}
+        for name, both in times.items()
+        for way, over in zip(("fwd", "fwd+bwd"), both)
+    ]
+    head, _, row = speeds_table(rows).strip().splitlines()
+    assert head.count("passed as it is: over") == head.count("read once: over") == 2
+    assert row == "| causal-frames | 32760, 12 heads of 128 | 52.4% | 1.80 / 1.90 | 1.20 / 1.30 | - | - |"
+
+
 def test_the_command_writes_the_pages_that_are_named(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(text_of(PAGE).replace("1.06", "1.07", 1), encoding="utf-8")

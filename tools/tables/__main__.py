@@ -10,7 +10,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.tables import accuracy, causality, context_parallel, pretraining, qk_norm_rope, readme, sinks, speed, steps
+from tools.tables import (
+    accuracy,
+    causality,
+    context_parallel,
+    masks,
+    pretraining,
+    qk_norm_rope,
+    readme,
+    sinks,
+    speed,
+    steps,
+)
 from tools.tables.results import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -27,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-fp8": speed.fp8,
     "speed-masks": speed.masks,
     "speed-packed": speed.packed,
+    "masks": masks.masks,
     "speed-auto": speed.auto,
     "steps": steps.steps,
     "memory-of-a-call": steps.memory_of_a_call,
