@@ -27,7 +27,7 @@ from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.elements import Elements, Left, restored
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import PartsOfCall, tensors_in
-from sagebwd.masks.traced_block_mask import TracedBlockMask
+from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 from sagebwd.reference import sinks as epilogue
 
@@ -333,9 +333,9 @@ class Plan:
 
     def _of_kernels(self, direction: str, mask: TracedBlockMask) -> Mask:
         """A BlockMask as the kernels of a direction read it."""
-        in_bits = (self.choice.forward if direction == FORWARD else self.choice.backward).impl == "hopper"
-        options = {"words" if direction == FORWARD else "words_by_key": in_bits, "elements": not in_bits}
-        return mask.read(self.call.queries.batch, **options)
+        row = self.choice.forward if direction == FORWARD else self.choice.backward
+        form = ELEMENTS if row.impl != "hopper" else WORDS if direction == FORWARD else WORDS_BY_KEY
+        return mask.read(self.call.queries.batch, form)
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""

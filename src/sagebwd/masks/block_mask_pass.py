@@ -1,8 +1,8 @@
-"""A BlockMask read on a GPU without a wait: its lists as states of blocks, then one pass over tiles, a program a tile.
+"""A BlockMask read on a GPU without a wait: its lists as states of blocks, then tiles, and what these show.
 
-The pass computes the mask_mod where the lists say that a block is shown in part. It gives the numbers that
-`sagebwd.masks.tiles` and `sagebwd.masks.sm90_block_lists` make with torch: only tiles that may be shown in part are
-stored, all else are the two tiles that show all and nothing.
+`_tiles_kernel` writes whatever follows from the lists alone, and lists the tiles that may be shown in part;
+`_shown_kernel` computes the mask_mod in these. They give the numbers that `sagebwd.masks.tiles` and
+`sagebwd.masks.sm90_block_lists` make with torch, but for the order in which tiles are stored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.masks import mask as masks
-from sagebwd.masks.mask_blocks import BLOCK, MASKED, SIDE, SKIP, TILE, WHOLE, bits_of, program, states_of
+from sagebwd.masks.mask_blocks import BLOCK, MASKED, SIDE, SKIP, TILE, WHOLE, program
 from sagebwd.masks.mask_mod_kernel import crossings, seen, store_along
-from sagebwd.masks.trace_mask_mod import Trace
+from sagebwd.masks.trace_mask_mod import MOST_DIMENSIONS, Trace
+from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS_BY_KEY
 
+OF_ELEMENTS, OF_KEYS = tl.constexpr(ELEMENTS), tl.constexpr(WORDS_BY_KEY)
 SHOWS_ALL, HIDES_ALL = tl.constexpr(masks.SHOWS_ALL), tl.constexpr(masks.HIDES_ALL)
-# Tiles that are stored for no place alone, and the blocks of a list that are looked at together.
-COMMON, CHUNK = tl.constexpr(2), 256
+# Tiles that are stored for no place alone.
+COMMON = tl.constexpr(2)
+# Blocks of a list, tokens of an axis, and tiles of a row that are looked at together.
+CHUNK, TOKENS, TILES = 256, 256, 32
+# Programs that take listed tiles in turn: some on each of a large GPU's processors.
+PROGRAMS = 1024
 
 
 class Lists(NamedTuple):
@@ -36,44 +42,41 @@ class Lists(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a pass writes: blocks, tiles and keys of `sagebwd.masks.mask.Mask`, keys (batch, M); and None where it was
-    not asked for, words of rows of queries and of rows of keys as of `sm90_block_lists.BlockLists`, and elements."""
+    """What is read: blocks, tiles and keys of `sagebwd.masks.mask.Mask`, keys (batch, M), and what is stored: words as
+    of `sm90_block_lists.BlockLists`, or elements of `Mask`."""
 
     blocks: Tensor
     tiles: Tensor
     keys: Tensor
-    words: Tensor | None
-    words_by_key: Tensor | None
-    elements: Tensor | None
+    stored: Tensor
 
 
-def states(lists: Lists) -> Tensor:
-    """(B, H, rows, columns) uint8: SKIP, MASKED or WHOLE of each block."""
-    return program().run(_states, lists)[0]
+class Tiles(NamedTuple):
+    """Tiles of a BlockMask before what they show: given, the states of its blocks; listed, the tiles that may be shown
+    in part, and count (1,), how many these are."""
+
+    given: Tensor
+    blocks: Tensor
+    tiles: Tensor
+    keys: Tensor
+    listed: Tensor
+    count: Tensor
 
 
-def stored(given: Tensor, sizes: tuple[int, int], tokens: tuple[int, int]) -> Tensor:
-    """(B, H, N / TILE, M / TILE) int32: 1 where a tile is stored, else 0."""
-    return program().run(_stored, given, sizes, tokens)[0]
-
-
-def read(
-    lists: Lists, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int], batch: int, *, words: bool = False,
-    words_by_key: bool = False, elements: bool = False,
-) -> Read:  # fmt: skip
+def read(lists: Lists, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int], batch: int, form: str) -> Read:
     """A BlockMask with room for every tile."""
-    return Read(*program().run(_read, lists, *trace, sizes, tokens, batch, words, words_by_key, elements))
+    return Read(*program().run(_read, lists, *trace, sizes, tokens, batch, form))
 
 
-def read_stored(
-    given: Tensor, places: Tensor, count: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int]
-) -> Read:
-    """A BlockMask of such states, with elements of ``count`` tiles; places, of each among them, as of `stored`."""
-    return Read(*program().run(_read_stored, given, places, count, *trace, sizes, tokens))
+def tiles_of(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int]) -> Tiles:
+    """The tiles of a BlockMask."""
+    return Tiles(*program().run(_tiles, lists, sizes, tokens, lists.counts.shape[0]))
 
 
-def _grid(given: Tensor, tokens: tuple[int, int]) -> tuple[int, int, int, int]:
-    return (*given.shape[:2], *(-(-n // masks.TILE) for n in tokens))
+def elements_of(found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int]) -> Read:
+    """A BlockMask of such tiles, with room for as many as are listed."""
+    stored = program().run(_elements, found, room, *trace, sizes, tokens)[0]
+    return Read(found.blocks, found.tiles, found.keys, stored)
 
 
 def _states(lists: Lists) -> tuple[Tensor]:
@@ -90,99 +93,102 @@ def _states(lists: Lists) -> tuple[Tensor]:
     return (found,)
 
 
-def _stored(given: Tensor, sizes: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor]:
-    grid = _grid(given, tokens)
-    found = torch.empty(grid, dtype=torch.int32, device=given.device)
-    program().launch(
-        _stored_kernel,
-        (math.prod(grid),),
-        *_of_states(given),
-        *grid[1:],
-        *tokens,
-        found,
-        **_pieces(sizes),
-        num_warps=1,
-    )
-    return (found,)
-
-
 def _read(
     lists: Lists, text: str, tables: tuple[Tensor, ...], numbers: tuple, sizes: tuple[int, int],
-    tokens: tuple[int, int], batch: int, words: bool, words_by_key: bool, elements: bool,
+    tokens: tuple[int, int], batch: int, form: str,
 ) -> Read:  # fmt: skip
-    given, trace = _states(lists)[0], Trace(text, tables, numbers)
-    count = math.prod(_grid(given, tokens))
-    return _pass(given, None, count, trace, sizes, tokens, batch, words, words_by_key, elements)
+    found = _tiles(lists, sizes, tokens, batch)
+    stored = _shown(found, math.prod(found.tiles.shape), Trace(text, tables, numbers), sizes, tokens, form)
+    return Read(found.blocks, found.tiles, found.keys, stored)
 
 
-def _read_stored(
-    given: Tensor, places: Tensor, count: int, text: str, tables: tuple[Tensor, ...], numbers: tuple,
-    sizes: tuple[int, int], tokens: tuple[int, int],
-) -> Read:  # fmt: skip
-    trace = Trace(text, tables, numbers)
-    return _pass(given, places, count, trace, sizes, tokens, given.shape[0], False, False, True)
+def _elements(
+    found: Tiles, room: int, text: str, tables: tuple[Tensor, ...], numbers: tuple, sizes: tuple[int, int],
+    tokens: tuple[int, int],
+) -> tuple[Tensor]:  # fmt: skip
+    return (_shown(found, room, Trace(text, tables, numbers), sizes, tokens, ELEMENTS),)
 
 
-def _pass(
-    given: Tensor, places: Tensor | None, count: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int],
-    batch: int, words: bool, words_by_key: bool, elements: bool,
-) -> Read:  # fmt: skip
-    grid, device = _grid(given, tokens), given.device
-    map_of, side = [-(-n // masks.BLOCK) for n in tokens], masks.TILE
-    tiles = COMMON.value + count
-    found = Read(
+def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch: int) -> Tiles:
+    given, device = _states(lists)[0], lists.indices.device
+    grid = (*given.shape[:2], *(-(-n // masks.TILE) for n in tokens))
+    map_of = [-(-n // masks.BLOCK) for n in tokens]
+    found = Tiles(
+        given,
         torch.empty(*grid[:2], *map_of, dtype=torch.uint8, device=device),
         torch.empty(grid, dtype=torch.int32, device=device),
         program().zeros((batch, tokens[1]), torch.bool, device),
-        torch.empty(tiles, side, 4, dtype=torch.int32, device=device) if words else None,
-        torch.empty(tiles, side, 4, dtype=torch.int32, device=device) if words_by_key else None,
-        torch.empty(tiles, side, side, dtype=torch.bool, device=device) if elements else None,
+        torch.empty(math.prod(grid), dtype=torch.int32, device=device),
+        program().zeros((1,), torch.int32, device),
     )
-    computed = _tables_of(trace, given)
-    longest = max(tokens)
-    along = torch.empty(max(1, len(crossings(trace.text))), *grid[:2], longest, dtype=torch.int64, device=device)
-    chunks = -(-longest // CHUNK)
+    chunks = -(-grid[3] // TILES)
     program().launch(
-        _along_kernel, (grid[0] * grid[1] * chunks,), *computed, grid[1], chunks, *tokens, longest, along,
-        along.stride(0), TEXT=trace.text, CHUNK=CHUNK, num_warps=4,
+        _tiles_kernel, (math.prod(grid[:3]) * chunks,), States(given, *given.shape[2:]), *grid[1:], chunks, *tokens,
+        batch // grid[0], *found[1:3], found.keys.view(torch.uint8), *found[4:], TILES=TILES, **_pieces(sizes),
+        num_warps=4,
     )  # fmt: skip
-    program().launch(
-        _pass_kernel,
-        (math.prod(grid),),
-        *_of_states(given),
-        *grid[1:],
-        *tokens,
-        batch // grid[0],
-        places,
-        *computed,
-        along,
-        along.stride(0),
-        longest,
-        *found[:2],
-        found.keys.view(torch.uint8),
-        *found[3:5],
-        found.elements.view(torch.uint8) if elements else None,
-        TEXT=trace.text,
-        **_pieces(sizes),
-        num_warps=8,
-    )
     return found
 
 
-def _tables_of(trace: Trace, given: Tensor) -> tuple[tuple, tuple, tuple, tuple]:
-    """A trace's tables, their sizes and strides, and its numbers, none of them empty, as Triton takes tuples."""
+def _shown(
+    found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int], form: str
+) -> Tensor:
+    """What listed tiles show, of which there is room for so many; writes their blocks and keys."""
+    given, device, side = found.given, found.given.device, masks.TILE
+    grid = found.tiles.shape
+    lie = (side, side) if form == ELEMENTS else (side, 4)
+    dtype = torch.bool if form == ELEMENTS else torch.int32
+    stored = torch.empty(COMMON.value + room, *lie, dtype=dtype, device=device)
+    asked, chunks = _asked(trace, found, max(tokens)), -(-max(tokens) // TOKENS)
+    program().launch(
+        _along_kernel, (grid[0] * grid[1] * chunks,), asked, grid[1], chunks, *tokens, TEXT=trace.text, TOKENS=TOKENS,
+        num_warps=4,
+    )  # fmt: skip
+    program().launch(
+        _shown_kernel, (min(math.prod(grid), PROGRAMS),), States(given, *given.shape[2:]), asked, *grid[1:], *tokens,
+        found.keys.shape[0] // grid[0], found.listed, found.count, found.blocks, found.keys.view(torch.uint8),
+        stored.view(torch.uint8) if form == ELEMENTS else stored, TEXT=trace.text, FORM=form, **_pieces(sizes),
+        num_warps=4,
+    )  # fmt: skip
+    return stored
+
+
+class States(NamedTuple):
+    """States of blocks, and how many there are along each axis, as kernels take them."""
+
+    given: Tensor
+    rows: int
+    columns: int
+
+
+class Asked(NamedTuple):
+    """A trace as kernels take it: tables, sizes and strides (`MOST_DIMENSIONS` of each table), numbers, none of them
+    empty, and room for values along an axis of each head, ``longest`` each and ``stride_value`` apart."""
+
+    tables: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    numbers: tuple[int | float, ...]
+    along: Tensor
+    stride_value: int
+    longest: int
+
+
+def _asked(trace: Trace, found: Tiles, longest: int) -> Asked:
+    given = found.given
     tables = tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in trace.tables) or (given,)
-    lie = (tuple(tuple(way(x)) or (1,) for x in tables) for way in (Tensor.size, Tensor.stride))
-    return tables, *lie, trace.numbers or (0,)
-
-
-def _of_states(given: Tensor) -> tuple[Tensor | int, ...]:
-    return given, *given.shape[2:]
+    sizes, strides = (
+        tuple(n for x in tables for n in (*way(x), *(0,) * (MOST_DIMENSIONS - x.dim())))
+        for way in (Tensor.size, Tensor.stride)
+    )
+    heads = given.shape[0] * given.shape[1]
+    along = torch.empty(max(1, len(crossings(trace.text))), heads, longest, dtype=torch.int64, device=given.device)
+    return Asked(tables, sizes, strides, trace.numbers or (0,), along, along.stride(0), longest)
 
 
 def _pieces(sizes: tuple[int, int]) -> dict[str, int]:
-    """Of blocks of such sizes: how many of equal length make a tile of each axis, down to single tokens."""
-    pieces = [1 if n % masks.TILE == 0 else masks.TILE // n if masks.TILE % n == 0 else masks.TILE for n in sizes]
+    """Of blocks of such sizes: how many pieces of equal length make a tile of each axis, each of them in one block."""
+    pieces = [masks.TILE // math.gcd(n, masks.TILE) for n in sizes]
     return {"SIZE_Q": sizes[0], "SIZE_K": sizes[1], "PIECES_Q": pieces[0], "PIECES_K": pieces[1]}
 
 
@@ -221,123 +227,194 @@ def _mark(indices, stride, count, found, columns, STATE: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _states_of_tile(
-    given, rows, columns, of_head, first_q, first_k, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
-    PIECES_Q: tl.constexpr, PIECES_K: tl.constexpr,
-):  # fmt: skip
-    """(PIECES_Q, PIECES_K): of the pieces of a tile, the states of the blocks that they lie in."""
-    q = (first_q + tl.arange(0, PIECES_Q) * (TILE // PIECES_Q)) // SIZE_Q
-    k = (first_k + tl.arange(0, PIECES_K) * (TILE // PIECES_K)) // SIZE_K
-    q, k = tl.minimum(q, rows - 1), tl.minimum(k, columns - 1)
-    return tl.load(given + (of_head.to(tl.int64) * rows + q)[:, None] * columns + k[None, :])
+def _state_at(states, of_head, q, k, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr):
+    """States of the blocks that tokens lie in; q and k broadcast."""
+    row, column = tl.minimum(q // SIZE_Q, states.rows - 1), tl.minimum(k // SIZE_K, states.columns - 1)
+    return tl.load(states.given + (of_head.to(tl.int64) * states.rows + row) * states.columns + column)
 
 
 @triton.jit
-def _is_all(state, STATE: tl.constexpr):
-    return tl.min(tl.min((state == STATE).to(tl.int32), 1), 0) > 0
-
-
-@triton.jit
-def _stored_kernel(
-    given, rows, columns, heads, tiles_q, tiles_k, tokens_q, tokens_k, found, SIZE_Q: tl.constexpr,
-    SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr, PIECES_K: tl.constexpr,
+def _tiles_kernel(
+    states, heads, tiles_q, tiles_k, chunks, tokens_q, tokens_k, copies, blocks, tiles, keys, listed, count,
+    TILES: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr,
+    PIECES_K: tl.constexpr,
 ):  # fmt: skip
+    """Some tiles of one row. copies: batch elements of ``keys`` for each of the mask's."""
     number = tl.program_id(0)
-    first_q, first_k = number // tiles_k % tiles_q * TILE, number % tiles_k * TILE
-    of_head = number // (tiles_q * tiles_k)
-    state = _states_of_tile(given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K)
-    inside = (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
-    tl.store(found + number, 1 - (_is_all(state, SKIP) | (_is_all(state, WHOLE) & inside)).to(tl.int32))
+    chunk, row, of_head = number % chunks, number // chunks % tiles_q, number // (chunks * tiles_q)
+    column = chunk * TILES + tl.arange(0, TILES)
+    first_q, first_k, there = row * TILE, column * TILE, column < tiles_k
+    is_skipped, is_whole = there, there & (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
+    for piece in range(PIECES_Q * PIECES_K):
+        q = first_q + (piece // PIECES_K) * (TILE // PIECES_Q)
+        k = first_k + (piece % PIECES_K) * (TILE // PIECES_K)
+        state = _state_at(states, of_head, q, k, SIZE_Q, SIZE_K)
+        is_skipped, is_whole = is_skipped & (state == SKIP), is_whole & (state == WHOLE)
+    is_listed = there & (is_skipped == 0) & (is_whole == 0)
+    place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0))
+    place += tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    at = of_head.to(tl.int64) * tiles_q * tiles_k + row * tiles_k + column
+    tl.store(listed + place, at.to(tl.int32), mask=is_listed)
+    tl.store(tiles + at, tl.where(is_listed, COMMON + place, tl.where(is_whole, SHOWS_ALL, HIDES_ALL)), mask=there)
+    # the blocks of what is not listed
+    state = tl.where(is_whole, WHOLE, SKIP).to(tl.uint8)[:, None]
+    block_rows, block_columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
+    block_column = (column * SIDE)[:, None] + tl.arange(0, SIDE)[None, :]
+    written = (there & (is_listed == 0))[:, None] & (block_column < block_columns)
+    for i in tl.static_range(SIDE):
+        block_row = row * SIDE + i
+        to = (of_head.to(tl.int64) * block_rows + block_row) * block_columns + block_column
+        tl.store(blocks + to, tl.broadcast_to(state, [TILES, SIDE]), mask=written & (block_row < block_rows))
+    # all that write to a key write the same
+    k = first_k[:, None] + tl.arange(0, TILE)[None, :]
+    one = tl.full([TILES, TILE], 1, tl.uint8)
+    for copy in range(copies):
+        batch = (of_head // heads * copies + copy).to(tl.int64)
+        tl.store(keys + batch * tokens_k + k, one, mask=is_whole[:, None])
 
 
 @triton.jit
 def _along_kernel(
-    tables, sizes, strides, numbers, heads, chunks, tokens_q, tokens_k, longest, along, stride_value,
-    TEXT: tl.constexpr, CHUNK: tl.constexpr,
+    asked, heads, chunks, tokens_q, tokens_k, TEXT: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
     """What the mask_mod computes of queries alone, and of keys alone, at some tokens."""
     number = tl.program_id(0)
     of_head = number // chunks
     batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
-    at = (number % chunks * CHUNK + tl.arange(0, CHUNK)).to(tl.int64)
-    along += of_head.to(tl.int64) * longest
+    at = (number % chunks * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     # beyond the last token the mask_mod is asked of the last, whose tables have it
     last_q, last_k = tl.minimum(at, tokens_q - 1), tl.minimum(at, tokens_k - 1)
-    store_along(TEXT, "q", tables, sizes, strides, numbers, batch, head, last_q, at < tokens_q, along, stride_value)
-    store_along(TEXT, "k", tables, sizes, strides, numbers, batch, head, last_k, at < tokens_k, along, stride_value)
+    store_along(TEXT, "q", asked, of_head, batch, head, last_q, at < tokens_q)
+    store_along(TEXT, "k", asked, of_head, batch, head, last_k, at < tokens_k)
 
 
 @triton.jit
-def _pass_kernel(
-    given, rows, columns, heads, tiles_q, tiles_k, tokens_q, tokens_k, copies, places, tables, sizes, strides, numbers,
-    along, stride_value, longest, blocks, tiles, keys, words, words_by_key, elements, TEXT: tl.constexpr,
-    SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr, PIECES_K: tl.constexpr,
+def _shown_kernel(
+    states, asked, heads, tiles_q, tiles_k, tokens_q, tokens_k, copies, listed, count, blocks, keys, stored,
+    TEXT: tl.constexpr, FORM: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr,
+    PIECES_K: tl.constexpr,
 ):  # fmt: skip
-    """copies: batch elements of ``keys`` for each of the mask's. places: of tiles that are stored, among these; None
-    where each has one of its own."""
-    number = tl.program_id(0)
-    if number == 0:
-        _store_tile(tl.full([TILE, TILE], 1, tl.int1), SHOWS_ALL, words, words_by_key, elements)
-        _store_tile(tl.full([TILE, TILE], 0, tl.int1), HIDES_ALL, words, words_by_key, elements)
-    first_q, first_k = number // tiles_k % tiles_q * TILE, number % tiles_k * TILE
-    of_head = number // (tiles_q * tiles_k)
-    head, batch = of_head % heads, of_head // heads
-    state = _states_of_tile(given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K)
-    inside = (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
-    is_skipped, is_whole = _is_all(state, SKIP), _is_all(state, WHOLE) & inside
-    number_in_tile, side = tl.arange(0, TILE), tl.arange(0, SIDE)
-    row, column = first_q // BLOCK + side, first_k // BLOCK + side
+    """Of listed tiles, each program some: what they show, and their blocks and keys."""
+    if tl.program_id(0) == 0:
+        _store_common(stored, FORM)
     block_rows, block_columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
-    at_blocks = (of_head.to(tl.int64) * block_rows + row)[:, None] * block_columns + column[None, :]
-    blocks_there = (row < block_rows)[:, None] & (column < block_columns)[None, :]
-    if is_skipped | is_whole:
-        all_of_it = tl.where(is_whole, WHOLE, SKIP).to(tl.uint8)
-        tl.store(blocks + at_blocks, tl.zeros([SIDE, SIDE], tl.uint8) + all_of_it, mask=blocks_there)
-        tl.store(tiles + number, tl.where(is_whole, SHOWS_ALL, HIDES_ALL))
-        if is_whole:
-            _store_keys(keys, batch, copies, tokens_k, first_k + number_in_tile, number_in_tile >= 0)
-    else:
-        q, k = first_q + number_in_tile, first_k + number_in_tile
-        # beyond the last token the mask_mod is asked of the last, whose tables have it
-        at_q, at_k = tl.minimum(q, tokens_q - 1).to(tl.int64), tl.minimum(k, tokens_k - 1).to(tl.int64)
-        asked = seen(
-            TEXT, tables, sizes, strides, numbers, batch.to(tl.int64), head.to(tl.int64), at_q, at_k,
-            along + of_head.to(tl.int64) * longest, stride_value,
-        )  # fmt: skip
-        if PIECES_Q * PIECES_K > 1:
-            of_pairs = _states_of_tile(given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K, TILE, TILE)
+    for place in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        number = tl.load(listed + place)
+        row, column, of_head = number // tiles_k % tiles_q, number % tiles_k, number // (tiles_q * tiles_k)
+        of_tile = of_head, row * TILE, column * TILE, tokens_q, tokens_k, heads
+        to = blocks + (of_head.to(tl.int64) * block_rows + row * SIDE) * block_columns + column * SIDE
+        of_blocks = to, block_columns, block_rows - row * SIDE, block_columns - column * SIDE
+        of_keys = keys + (of_head // heads * copies).to(tl.int64) * tokens_k, copies, tokens_k
+        at = stored + (number * 0 + place + COMMON).to(tl.int64) * (TILE * (TILE if FORM == OF_ELEMENTS else 4))
+        UNIFORM: tl.constexpr = PIECES_Q * PIECES_K == 1
+        if FORM == OF_ELEMENTS:
+            _store_elements(at, states, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM)
         else:
-            of_pairs = state
-        there = (q < tokens_q)[:, None] & (k < tokens_k)[None, :]
-        shown = ((of_pairs == WHOLE) | ((of_pairs == MASKED) & asked)) & there
-        tl.store(blocks + at_blocks, states_of(shown, shown == 0), mask=blocks_there)
-        place = number
-        if places is not None:
-            place = tl.load(places + number)
-        place += COMMON
-        tl.store(tiles + number, place)
-        _store_tile(shown, place, words, words_by_key, elements)
-        any_sees = tl.max(shown.to(tl.int32), 0)
-        _store_keys(keys, batch, copies, tokens_k, k, any_sees != 0)
+            BY_KEY: tl.constexpr = FORM == OF_KEYS
+            _store_words(at, states, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM, BY_KEY)
 
 
 @triton.jit
-def _store_keys(keys, batch, copies, tokens_k, k, seen):
+def _seen(
+    states, asked, of_tile, q, k, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Whether queries see keys, (queries, keys); q (queries,), k (keys,); UNIFORM: a tile lies in one block."""
+    of_head, first_q, first_k, tokens_q, tokens_k, heads = of_tile
+    at_q, at_k = tl.minimum(q, tokens_q - 1).to(tl.int64), tl.minimum(k, tokens_k - 1).to(tl.int64)
+    batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
+    shown = seen(TEXT, asked, of_head, batch, head, at_q, at_k)
+    if UNIFORM:
+        state = _state_at(states, of_head, first_q, first_k, SIZE_Q, SIZE_K)
+    else:
+        state = _state_at(states, of_head, q[:, None], k[None, :], SIZE_Q, SIZE_K)
+    there = (q < tokens_q)[:, None] & (k < tokens_k)[None, :]
+    return ((state == WHOLE) | ((state == MASKED) & shown)) & there
+
+
+@triton.jit
+def _store_words(
+    at, states, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    UNIFORM: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """Words of a tile, bit after bit: word t of a row has columns 8j + 2t and 8j + 2t + 1 at bits 2j and 2j + 1, as
+    `sm90_block_lists.pack` has them."""
+    _, first_q, first_k, _, _, _ = of_tile
+    blocks, block_columns, rows_left, columns_left = of_blocks
+    row, word, side = tl.arange(0, TILE), tl.arange(0, 4), tl.arange(0, SIDE)
+    words = tl.zeros([TILE, 4], tl.int32)
+    for bit in range(TILE // 4):
+        column = bit // 2 * 8 + word * 2 + bit % 2
+        if BY_KEY:
+            q, k = first_q + column, first_k + row
+            shown = tl.trans(_seen(states, asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM))
+        else:
+            q, k = first_q + row, first_k + column
+            shown = _seen(states, asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM)
+        words = words | (shown.to(tl.int32) << bit)
+    tl.store(at + row[:, None] * 4 + word[None, :], words)
+    # a byte of the four words has the pairs of a row with a block's columns
+    bytes_of = (words[:, :, None] >> (side * 8)[None, None, :]) & 255
+    bytes_of = tl.reshape(bytes_of, [SIDE, BLOCK, 4, SIDE])
+    most, least = tl.max(tl.max(bytes_of, 1), 1), tl.min(tl.min(bytes_of, 1), 1)
+    state = tl.where(most == 0, SKIP, tl.where(least == 255, WHOLE, MASKED)).to(tl.uint8)
+    if BY_KEY:
+        to = side[None, :] * block_columns + side[:, None]
+        there = (side < rows_left)[None, :] & (side < columns_left)[:, None]
+    else:
+        to = side[:, None] * block_columns + side[None, :]
+        there = (side < rows_left)[:, None] & (side < columns_left)[None, :]
+    tl.store(blocks + to, state, mask=there)
+    if BY_KEY:
+        _store_keys(of_keys, first_k + row, tl.max((words != 0).to(tl.int32), 1) > 0)
+    else:
+        any_row, bits = tl.reduce(words, 0, _or), tl.arange(0, TILE // 4)
+        k = first_k + (bits // 2 * 8 + bits % 2)[:, None] + (word * 2)[None, :]
+        _store_keys(of_keys, k, ((any_row[None, :] >> bits[:, None]) & 1) != 0)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _store_elements(
+    at, states, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Elements of a tile, a column of blocks after the other."""
+    _, first_q, first_k, _, _, _ = of_tile
+    blocks, block_columns, rows_left, columns_left = of_blocks
+    row, column, side = tl.arange(0, TILE), tl.arange(0, BLOCK), tl.arange(0, SIDE)
+    for number in range(SIDE):
+        k = first_k + (column + number * BLOCK)
+        shown = _seen(states, asked, of_tile, first_q + row, k, TEXT, SIZE_Q, SIZE_K, UNIFORM).to(tl.int32)
+        tl.store(at + row[:, None] * TILE + (k - first_k)[None, :], shown.to(tl.uint8))
+        cut = tl.reshape(shown, [SIDE, BLOCK, BLOCK])
+        most, least = tl.max(tl.max(cut, 2), 1), tl.min(tl.min(cut, 2), 1)
+        state = tl.where(most == 0, SKIP, tl.where(least == 1, WHOLE, MASKED)).to(tl.uint8)
+        there = (side < rows_left) & (number < columns_left)
+        tl.store(blocks + side * block_columns + number, state, mask=there)
+        _store_keys(of_keys, k, tl.max(shown, 0) > 0)
+
+
+@triton.jit
+def _store_keys(of_keys, k, seen):
     """Mark keys that are seen; all that write to a key write the same."""
+    keys, copies, tokens_k = of_keys
     for copy in range(copies):
-        row_of_keys = keys + (batch * copies + copy).to(tl.int64) * tokens_k
-        tl.store(row_of_keys + k, tl.full([TILE], 1, tl.uint8), mask=seen)
+        tl.store(keys + tl.cast(copy, tl.int64) * tokens_k + k, (k >= 0).to(tl.uint8), mask=seen)
 
 
 @triton.jit
-def _store_tile(shown, place, words, words_by_key, elements):
-    """Store a tile's bits by rows of queries and of keys, and its elements, where they are asked for."""
-    along, word = tl.arange(0, TILE), tl.arange(0, 4)
-    at_words = tl.cast(place, tl.int64) * (TILE * 4)
-    if words is not None:
-        tl.store(words + at_words + along[:, None] * 4 + word[None, :], bits_of(shown, False))
-    if words_by_key is not None:
-        tl.store(words_by_key + at_words + along[None, :] * 4 + word[:, None], bits_of(shown, True))
-    if elements is not None:
-        at = tl.cast(place, tl.int64) * (TILE * TILE) + along[:, None] * TILE + along[None, :]
-        tl.store(elements + at, shown.to(tl.uint8))
+def _store_common(stored, FORM: tl.constexpr):
+    """The tiles that show all, and nothing."""
+    if FORM == OF_ELEMENTS:
+        at = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        tl.store(stored + SHOWS_ALL * TILE * TILE + at, tl.full([TILE, TILE], 1, tl.uint8))
+        tl.store(stored + HIDES_ALL * TILE * TILE + at, tl.full([TILE, TILE], 0, tl.uint8))
+    else:
+        at = tl.arange(0, TILE * 4)
+        tl.store(stored + SHOWS_ALL * TILE * 4 + at, tl.full([TILE * 4], -1, tl.int32))
+        tl.store(stored + HIDES_ALL * TILE * 4 + at, tl.full([TILE * 4], 0, tl.int32))

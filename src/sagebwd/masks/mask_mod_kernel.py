@@ -13,6 +13,7 @@ import triton.language as tl
 from sagebwd.masks import trace_mask_mod
 
 INDICES = tl.constexpr(len(trace_mask_mod.INDICES))
+MOST_DIMENSIONS = tl.constexpr(trace_mask_mod.MOST_DIMENSIONS)
 
 
 @triton.constexpr_function
@@ -83,36 +84,35 @@ def _crossing(text, place):
 
 
 @triton.jit
-def store_along(
-    TEXT: tl.constexpr, AXIS: tl.constexpr, tables, sizes, strides, numbers, batch, head, at, there, along,
-    stride_value,
-):  # fmt: skip
-    """Store values along an axis, ``"q"`` or ``"k"``, at some tokens: batch, head and at int64.
+def store_along(TEXT: tl.constexpr, AXIS: tl.constexpr, asked, of_head, batch, head, at, there):
+    """Store values along an axis, ``"q"`` or ``"k"``, at some tokens of a head.
 
-    tables: pointers; sizes and strides: of each table's dimensions. along: where the first of the `crossings` has
-    token 0, and ``stride_value`` further the next.
+    asked: tables, their sizes and strides, numbers, and where values go. batch, head, at: int64.
     """
     values = (batch, head, at, at)
+    along = asked.along + of_head.to(tl.int64) * asked.longest + at
     for step in tl.static_range(_count(TEXT)):
         x = 0
         if _axes(TEXT, step + INDICES) == AXIS or _axes(TEXT, step + INDICES) == "":
-            x = _value(TEXT, step, values, tables, sizes, strides, numbers)
+            x = _value(TEXT, step, values, asked)
         if _axes(TEXT, step + INDICES) == AXIS and _crossing(TEXT, step + INDICES) >= 0:
-            tl.store(along + _crossing(TEXT, step + INDICES) * stride_value + at, x.to(tl.int64), mask=there)
+            to = along + _crossing(TEXT, step + INDICES) * asked.stride_value
+            tl.store(to, x.to(tl.int64), mask=there)
         values = values + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
 
 
 @triton.jit
-def seen(TEXT: tl.constexpr, tables, sizes, strides, numbers, batch, head, q, k, along, stride_value):
-    """Whether pairs are seen of q (queries,) and k (keys,) int64: what broadcasts to (queries, keys)."""
+def seen(TEXT: tl.constexpr, asked, of_head, batch, head, q, k):
+    """Whether pairs are seen of q (queries,) and k (keys,), int64: what broadcasts to (queries, keys)."""
     values = (batch, head, q[:, None], k[None, :])
+    along = asked.along + of_head.to(tl.int64) * asked.longest
     for step in tl.static_range(_count(TEXT)):
         x = 0
         if _axes(TEXT, step + INDICES) == "qk" or _axes(TEXT, step + INDICES) == "":
-            x = _value(TEXT, step, values, tables, sizes, strides, numbers)
+            x = _value(TEXT, step, values, asked)
         elif _crossing(TEXT, step + INDICES) >= 0:
-            x = _met(TEXT, step, q, k, along + _crossing(TEXT, step + INDICES) * stride_value)
-        values = values + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
+            x = _met(TEXT, step, q, k, along + _crossing(TEXT, step + INDICES) * asked.stride_value)
+        values = values + (x,)  # noqa: RUF005
     return values[_count(TEXT) + INDICES - 1]
 
 
@@ -136,15 +136,15 @@ def _is_bool(name, dtype):
 
 
 @triton.jit
-def _value(TEXT: tl.constexpr, STEP: tl.constexpr, values, tables, sizes, strides, numbers):
+def _value(TEXT: tl.constexpr, STEP: tl.constexpr, values, asked):
     """What one operation gives."""
     NAME: tl.constexpr = _name(TEXT, STEP)
     DTYPE: tl.constexpr = _dtype(TEXT, STEP)
     FIRST: tl.constexpr = _first(TEXT, STEP)
     if NAME == "number":
-        return _to(tl.full((), numbers[FIRST], tl.float64 if DTYPE.is_floating() else tl.int64), DTYPE)
+        return _to(tl.full((), asked.numbers[FIRST], tl.float64 if DTYPE.is_floating() else tl.int64), DTYPE)
     elif NAME == "load":
-        return _loaded(TEXT, STEP, values, tables[FIRST], sizes[FIRST], strides[FIRST], DTYPE)
+        return _loaded(TEXT, STEP, values, asked, DTYPE)
     elif NAME == "to":
         return _to(values[FIRST], DTYPE)
     elif NAME == "invert":
@@ -205,16 +205,17 @@ def _crosses(a, b):
 
 
 @triton.jit
-def _loaded(TEXT: tl.constexpr, STEP: tl.constexpr, values, table, sizes, strides, DTYPE: tl.constexpr):
+def _loaded(TEXT: tl.constexpr, STEP: tl.constexpr, values, asked, DTYPE: tl.constexpr):
     """Elements of a table; indices below 0 count from its end, as in torch, and beyond it there is 0."""
+    TABLE: tl.constexpr = _first(TEXT, STEP)
     at = tl.full((), 0, tl.int64)
     there = at == 0
     for dim in tl.static_range(_places(TEXT, STEP)):
-        place = values[_place(TEXT, STEP, dim)]
-        place = tl.where(place < 0, place + sizes[dim], place)
-        there = there & (place >= 0) & (place < sizes[dim])
-        at = at + place * strides[dim]
-    return _to(tl.load(table + at, mask=there, other=0), DTYPE)
+        place, size = values[_place(TEXT, STEP, dim)], asked.sizes[TABLE * MOST_DIMENSIONS + dim]
+        place = tl.where(place < 0, place + size, place)
+        there = there & (place >= 0) & (place < size)
+        at = at + place * asked.strides[TABLE * MOST_DIMENSIONS + dim]
+    return _to(tl.load(asked.tables[TABLE] + at, mask=there, other=0), DTYPE)
 
 
 @triton.jit

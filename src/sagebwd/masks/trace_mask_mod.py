@@ -9,6 +9,7 @@ go beside it, and a mask that changes in every step has the same kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ NAMES = {
     torch.bool: "int1", torch.uint8: "uint8", torch.int8: "int8", torch.int16: "int16", torch.int32: "int32",
     torch.int64: "int64", torch.float32: "fp32", torch.float64: "fp64",
 }  # fmt: skip
+# Of a table that is indexed.
+MOST_DIMENSIONS = 4
 # Of these a sum or a quotient is the same on every device.
 SIGNED = torch.int8, torch.int16, torch.int32, torch.int64
 # Between an operation's fields, and between operations.
@@ -135,6 +138,8 @@ class _Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """A function of torch: noted where symbols are given to it."""
+        if len(args) == 1 and not kwargs and args[0].__class__ is Tensor:  # what a tensor is, as its dtype
+            return func(*args)
         kwargs = kwargs or {}
         if not any(isinstance(x, (Symbol, _Rows)) for x in _leaves((args, tuple(kwargs.values())))):
             return func(*args, **kwargs)
@@ -203,7 +208,7 @@ class _Tracer(TorchFunctionMode):
         numbers = [x for x in (a, b) if isinstance(x, (bool, int, float))]
         if len(dtypes) + len(numbers) != 2 or not dtypes:
             raise Untraceable("operands")
-        common = torch.promote_types(*dtypes) if len(dtypes) == 2 else dtypes[0]
+        common = _promoted(*dtypes) if len(dtypes) == 2 else dtypes[0]
         for x in numbers:
             if isinstance(x, float) and not common.is_floating_point:
                 raise Untraceable("a fraction beside integers")
@@ -219,7 +224,9 @@ class _Tracer(TorchFunctionMode):
         """An element of a tensor that was captured."""
         if isinstance(table, _Rows):
             return table[places]
-        if not isinstance(table, Tensor) or table.dtype not in NAMES or table.device != self.device:
+        if not isinstance(table, Tensor) or len(table.shape) > MOST_DIMENSIONS:
+            raise Untraceable("a table")
+        if table.dtype not in NAMES or table.device != self.device:
             raise Untraceable("a table")
         for x in places:
             dtype = getattr(x, "dtype", torch.int64)
@@ -244,6 +251,9 @@ class _Tracer(TorchFunctionMode):
         found = self.value(x, torch.bool)
         if found.place != len(INDICES) + len(self.steps) - 1:  # known before
             self.steps.append(FIELD.join(("to", "int1", found.axes, str(found.place))))
+
+
+_promoted = cache(torch.promote_types)
 
 
 def _leaves(x: Any) -> list[Any]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Bytes that a call may take for tiles of which nobody knows whether they are there: beyond these they are counted,
 # which waits for the device. Bits of 65536 queries and keys.
 MOST_BYTES = 1 << 29
+# Forms in which kernels read tiles: words of rows of queries or keys (`sagebwd.masks.sm90_block_lists`), or elements.
+WORDS, WORDS_BY_KEY, ELEMENTS = "words", "words by key", "elements"
 
 
 def refuse_in_capture(what: str) -> None:
@@ -87,26 +89,23 @@ class TracedBlockMask(NamedTuple):
         tiles = math.prod(self.shape[:2]) * math.prod(-(-n // TILE) for n in self.tokens)
         return tiles * TILE * TILE // (8 if in_bits else 1)
 
-    def read(self, batch: int, *, words: bool = False, words_by_key: bool = False, elements: bool = False) -> Mask:
-        """The mask of a call of so many batch elements: with words of rows of queries, of keys, or elements, as its
-        kernels read them."""
+    def read(self, batch: int, form: str) -> Mask:
+        """The mask of a call of so many batch elements, as its kernels read it: in one of the forms
+        above."""
         from sagebwd.masks import block_mask_pass
 
-        in_bits = not elements
+        in_bits = form != ELEMENTS
         if self.bytes(in_bits=in_bits) > MOST_BYTES:
             return self.counted().with_parts(PartsOfCall())
         with torch.cuda.device_of(self.lists.indices):
-            found = block_mask_pass.read(
-                self.lists, self.trace, self.sizes, self.tokens, batch, words=words, words_by_key=words_by_key,
-                elements=elements,
-            )  # fmt: skip
+            found = block_mask_pass.read(self.lists, self.trace, self.sizes, self.tokens, batch, form)
         parts = PartsOfCall()
-        for by_key, bits in enumerate((found.words, found.words_by_key)):
-            if bits is not None:
-                parts.keep(("bits", self.tokens, bool(by_key)), (bits, found.tiles))
-        held = found.elements if elements else found.tiles.new_empty((0, TILE, TILE), dtype=torch.bool)
         parts.keep(("keys", batch, self.tokens[1]), found.keys)
-        return Mask(held, found.tiles, found.blocks, found.keys, parts, self.tokens[0])
+        elements = found.stored
+        if in_bits:
+            parts.keep(("bits", self.tokens, form == WORDS_BY_KEY), (found.stored, found.tiles))
+            elements = found.tiles.new_empty((0, TILE, TILE), dtype=torch.bool)
+        return Mask(elements, found.tiles, found.blocks, found.keys, parts, self.tokens[0])
 
     def counted(self) -> Mask:
         """The mask with tiles that are shown in part alone, whose number the host waits for."""
@@ -115,10 +114,6 @@ class TracedBlockMask(NamedTuple):
         if self.lists.indices.is_cuda and torch.cuda.is_current_stream_capturing():
             refuse_in_capture(f"of {self.tokens[0]} queries and {self.tokens[1]} keys")
         with torch.cuda.device_of(self.lists.indices):
-            given = block_mask_pass.states(self.lists)
-            stored = block_mask_pass.stored(given, self.sizes, self.tokens)
-            places = stored.view(-1).cumsum(0, dtype=torch.int32)
-            count = int(places[-1])
-            places = (places - 1).view(stored.shape)
-            found = block_mask_pass.read_stored(given, places, count, self.trace, self.sizes, self.tokens)
-        return Mask(found.elements, found.tiles, found.blocks, found.keys, queries=self.tokens[0])
+            tiles = block_mask_pass.tiles_of(self.lists, self.sizes, self.tokens)
+            found = block_mask_pass.elements_of(tiles, int(tiles.count), self.trace, self.sizes, self.tokens)
+        return Mask(found.stored, found.tiles, found.blocks, found.keys, queries=self.tokens[0])
