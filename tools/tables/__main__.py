@@ -10,7 +10,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.tables import accuracy, causality, context_parallel, pretraining, qk_norm_rope, readme, sinks, speed, steps
+from tools.tables import (
+    accuracy,
+    causality,
+    claims,
+    context_parallel,
+    pretraining,
+    qk_norm_rope,
+    readme,
+    saturation,
+    sinks,
+    speed,
+    steps,
+)
 from tools.tables.results import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,13 +50,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors-by-sigma": accuracy.by_sigma,
     "errors-trained": accuracy.of_smollm2,
     "errors-of-variants": accuracy.of_variants,
+    "errors-of-all-weights": accuracy.gradients_of_all_weights,
     "errors-by-sink": accuracy.by_weight_of_the_first_key,
     "errors-by-product": accuracy.by_product,
     "sinks-by-strength": sinks.by_strength,
     "sinks-elsewhere": sinks.elsewhere,
+    "saturation": saturation.errors,
     "causality-o": causality.outputs,
     "causality-dq": causality.gradients_of_queries,
-    "verdicts": pretraining.verdicts,
+    "gaps-of-wrong-kernels": pretraining.of_wrong_kernels,
+    "gap-costs": pretraining.costs_of_gaps,
+    "paper-claims": claims.claims,
     "gaps-from-scratch": pretraining.from_scratch,
     "gaps-trained-on": pretraining.continued_from_smollm2,
     "losses-of-325m": pretraining.losses_of_325m,
