@@ -220,7 +220,7 @@ def run(tmp_path):
     path.write_text(
         f"""
 name: tiny
-model: {{layers: 2, width: 64, heads: 2, mlp_width: 64}}
+model: {{layers: 1, width: 64, heads: 2, mlp_width: 64}}
 data: {{source: {corpus}, context: 128, cache: {tmp_path / "cache"}}}
 optimisation: {{tokens_per_step: 1024, micro_batch: 8, steps: 24, warmup_steps: 4, learning_rate: 5.0e-3}}
 logging: {{every: 24, evaluate_every: 24, evaluate_sequences: 4, checkpoint_every: 24}}
