@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import mean
 
 from lab.studies.study_tables import table
 from lab.training import packed
-from lab.training.gaps import CONTINUED_MARGIN, MARGIN, Gap, equivalence, gaps, holm
+from lab.training.gaps import CONTINUED_MARGIN, MARGIN, Gap, equivalence, gaps, holm, interval
 from lab.training.token_cost import cost, worth
 from tools.tables.results import STUDIES, load
 from tools.tables.steps import of_325m
@@ -162,14 +163,14 @@ def find(recipe: str, model: str, tests: Sequence[Comparison] = FROM_SCRATCH) ->
 
 def gap(row: Gap, digits: int = 3) -> str:
     """A mean gap with its 95% interval."""
-    mean = f"{row.mean:+.{digits}f}"
-    return mean + (f" ({row.interval[0]:+.{digits}f} to {row.interval[1]:+.{digits}f})" if row.interval else "")
+    middle = f"{row.mean:+.{digits}f}"
+    return middle + (f" ({row.interval[0]:+.{digits}f} to {row.interval[1]:+.{digits}f})" if row.interval else "")
 
 
 def in_tokens(row: Gap, tokens: int) -> str:
     """What a mean gap and the ends of its interval cost in tokens."""
-    mean, *ends = (f"{cost(x, tokens):+.1%}" for x in (row.mean, *(row.interval or ())))
-    return mean + (f" ({' to '.join(ends)})" if ends else "")
+    middle, *ends = (f"{cost(x, tokens):+.1%}" for x in (row.mean, *(row.interval or ())))
+    return middle + (f" ({' to '.join(ends)})" if ends else "")
 
 
 def named(test: Comparison) -> str:
@@ -195,14 +196,26 @@ def from_scratch() -> str:
     return table(head, rows)
 
 
+def of_text(test: Comparison) -> float:
+    """Half of the 95% interval of a mean gap over held-out sequences, of each the mean over pairs."""
+    runs = {run["run"]: run["result"] for run in packed.read(STUDIES / test.folders[0]) if run["result"]}
+    pairs = [
+        (runs[name]["held_out_sequences"], runs[f"{seed}/full precision"]["held_out_sequences"])
+        for name in runs for seed, _, variant in [name.partition("/")] if variant == test.key
+    ]  # fmt: skip
+    each = [[own - full for own, full in zip(*pair)] for pair in pairs]
+    low, high = interval([mean(one) for one in zip(*each)])
+    return (high - low) / 2
+
+
 def continued_from_smollm2() -> str:
     """Gaps of SmolLM2's continued pretraining."""
     rows = []
     for test in TRAINED_ON:
         own, weights = rows_of(test)
-        rows.append([named(test), test.model, verdict(test), gap(own, 5), gap(weights, 5), looks(test), ps(test),
-                     commits(own)])  # fmt: skip
-    head = ["recipe", "rate", "verdict", "gap by its own attention (95%)", "gap of its weights (95%)",
+        rows.append([named(test), test.model, verdict(test), gap(own, 5), f"{of_text(test):.5f}", gap(weights, 5),
+                     looks(test), ps(test), commits(own)])  # fmt: skip
+    head = ["recipe", "rate", "verdict", "gap by its own attention (95%)", "± of the text", "gap of its weights (95%)",
             "pairs at each look", "p at each; corrected", "commit"]  # fmt: skip
     return table(head, rows)
 
