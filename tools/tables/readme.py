@@ -24,6 +24,9 @@ from tools.tables.results import BENCHMARKS, RECIPES, TENSORS, load
 from tools.tables.speed import BESIDE_FA3, CARDS, LENGTHS, UNROTATED_AT_2K, packed_speeds, training_speeds
 from tools.tables.steps import OF_325M, calls_of, of_325m, over_flash_attention, spread
 
+FILLED = (72, 80, 112)
+"""head_dims that run in the kernels of 96 and 128, filled up."""
+
 
 def facts() -> str:
     """What one call, one step and one number cost; then the figure, with three head_dims of speed.md's first table."""
@@ -41,13 +44,12 @@ def facts() -> str:
         for name in ("mixed", "mixed+fused")
     )
     step_peak, fa4_step_peak = (f"{steps[name][4096]['peak_bytes'] / 2**30:.1f}" for name in ("mixed", "fa4"))
-    calls = calls_of(4096)
-    filled = [widths for widths in calls if widths[0] in (72, 80, 112)]  # they run in the kernels of 96 and 128
+    calls = [(widths[0], own) for tokens in LENGTHS for widths, own in calls_of(tokens).items()]
     peak, peak_filled = (
-        between(over_flash_attention("peak_bytes", calls[widths]) for widths in chosen)
-        for chosen in ([widths for widths in calls if widths not in filled], filled)
+        between(over_flash_attention("peak_bytes", own) for width, own in calls if (width in FILLED) == filled)
+        for filled in (False, True)
     )
-    kept = between(over_flash_attention("kept_bytes", own) for own in calls.values())
+    kept = between(over_flash_attention("kept_bytes", own) for _, own in calls)
     mixed, full = ([100 * smollm2()[name][x][0] for x in TENSORS[1:]] for name in ("mixed", "full"))
     ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
     weights = {name: own["error"][0] for name, own in of_all_weights().items()}
