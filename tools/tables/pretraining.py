@@ -243,7 +243,7 @@ SIZES = (  # weights, tokens, which they are
 
 def costs_of_gaps() -> str:
     """What the margin costs in tokens, and the gaps that eat what a step gains."""
-    gains = {tokens: round(of_325m("mixed")[tokens]["speedup"], 2) for tokens in (4096, 8192, 16384)}
+    gains = {tokens: round(of_325m("mixed")[tokens]["speedup"], 2) for tokens in (8192, 16384)}
     rows = [
         [f"{weights}, {tokens / 1e6:,.0f}M ({which})", f"{cost(MARGIN, tokens):.1%}",
          *(f"{worth(gain, tokens):.4f}" for gain in gains.values())]
