@@ -8,11 +8,11 @@ q, k and v rounded to BF16. Of the gradient g of all weights, and of some groups
 - angle, 1 - <g, g0> / (||g|| ||g0||), 1 less the cosine;
 - the change of the loss.
 
-Losses of training runs do not show gradients that are wrong (docs/results/pretraining.md), so this comes first. Each
-measure of each group is compared between an arm and the recipe's own, window by window, by a paired t test, and `holm`
-corrects for their number. An arm is told apart where the least p is below `LEVEL`. Each fault of `planted_faults` must
-be, and what computes the same must not: the recipe's emulator, and the recipe on tensors that were moved by less than
-BF16 tells. Where a fault is not, the assay is too blunt to say anything of the recipe.
+Losses of training runs do not show gradients that are wrong (docs/results/pretraining.md), so this comes first. The
+loss, and each measure of each group, are compared between an arm and the recipe's own, window by window, by a paired t
+test, and `holm` corrects for their number. An arm is told apart where the least p is below `LEVEL`. Each fault of
+`planted_faults` must be, and what computes the same must not: the recipe's emulator, and the recipe on tensors that
+were moved by less than BF16 tells. Where a fault is not, the assay is too blunt to say anything of the recipe.
 """
 
 from __future__ import annotations
@@ -205,11 +205,11 @@ def difference(rows: Sequence[dict], arm: Arm, own: Arm) -> Difference:
     """The two arms compared over windows, at least two."""
     pairs = [(row["recipes"][arm.name], row["recipes"][own.name]) for row in rows]
     groups = [group for group in GROUPS if group in pairs[0][0]]
-    found = []
-    for group in groups:
-        for name in MEASURES:
-            values = [a[group][name] - b[group][name] for a, b in pairs]
-            found.append((name, group, statistics.mean(values), interval(values), _p(values)))
+    values = {
+        (name, group): [a[group][name] - b[group][name] for a, b in pairs] for group in groups for name in MEASURES
+    }
+    values["loss", "all"] = [a["loss"] - b["loss"] for a, b in pairs]
+    found = [(*place, statistics.mean(own), interval(own), _p(own)) for place, own in values.items()]
     corrected = holm([one[-1] for one in found])
     best = min(range(len(found)), key=lambda index: found[index][-1])
     return Difference(arm, *found[best][:-1], corrected[best])

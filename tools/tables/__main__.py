@@ -51,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors-trained": accuracy.of_smollm2,
     "errors-of-variants": accuracy.of_variants,
     "errors-of-all-weights": accuracy.gradients_of_all_weights,
+    "planted-faults": accuracy.planted_faults,
     "errors-by-sink": accuracy.by_weight_of_the_first_key,
     "errors-by-product": accuracy.by_product,
     "sinks-by-strength": sinks.by_strength,

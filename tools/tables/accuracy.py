@@ -115,6 +115,16 @@ def gradients_of_all_weights() -> str:
     return table(["recipe", "error", "over 16-bit's", "slope - 1"], rows)
 
 
+def planted_faults() -> str:
+    """What the assay tells apart from `mixed` in SmolLM2, and by what."""
+    rows = [
+        [one["arm"].removeprefix("mixed, "), "yes" if one["apart"] else "no", f"{one['measure']}, {one['group']}",
+         f"{one['mean']:+.4f} ({one['interval'][0]:+.4f} to {one['interval'][1]:+.4f})", f"{one['p']:.4f}"]
+        for one in load(STUDIES / "assay_smollm2.json")["apart"]
+    ]  # fmt: skip
+    return table(["planted in `mixed`", "told apart", "best by", "difference (95%)", "p, corrected"], rows)
+
+
 def by_weight_of_the_first_key() -> str:
     """Median errors of SmolLM2's heads by the first key's weight."""
     found = summary.by_weight(trace(), layers.idle(trace()))
