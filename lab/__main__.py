@@ -1,5 +1,5 @@
 """The laboratory's command line: `python -m lab pretrain | compare | seeds | gaps | tokenize | continue | token-file |
-gaussian | trace | bench-training | figure`.
+assay | gaussian | trace | bench-training | figure`.
 
 Errors that a person can mend are one line and exit code 2; Ctrl-C is exit code 130. Commands import what they need
 when they run, so that `python -m lab --help` and a mistake in a config take no import of torch, and a missing extra is
@@ -21,7 +21,7 @@ if __name__ == "__main__":
 try:
     import typer
 
-    from lab.commands import continued, figures, gaussian, seeds, steps
+    from lab.commands import assay, continued, figures, gaussian, seeds, steps
     from lab.commands.configs import ConfigFile, Folder, Only, Setting, load
     from lab.commands.terminal import training
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
@@ -105,6 +105,7 @@ def tokenize(config: ConfigFile, setting: Setting = None) -> None:
 
 app.command("continue")(continued.continued)
 app.command()(continued.token_file)
+app.command()(assay.assay)
 app.command()(gaussian.gaussian)
 app.command()(figures.figure)
 app.command("bench-training")(steps.bench_training)

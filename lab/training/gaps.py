@@ -7,7 +7,8 @@ deviation of the gap of a recipe that changes nothing; that of a mean over n see
 may underestimate it, so the scatter of the gaps over seeds is printed too, and the interval that it makes.
 
 An interval that holds 0 shows no gap, and does not show that there is none. Two one-sided t tests do: they reject that
-the mean is ``margin`` or more below 0, and that it is ``margin`` or more above (Schuirmann, 1987).
+the mean is ``margin`` or more below 0, and that it is ``margin`` or more above (Schuirmann, 1987). Their p is that of
+one test, looked at once: `holm` is of several.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ class Gap:
     """Held-out loss minus the baseline's, nats a token: one a pair of runs that ended and count, and the mean.
 
     Standard deviations of that mean: ``noise``, as repeated baselines tell it, None without any; ``scatter``, as the
-    gaps do, None for fewer than two. ``interval`` is the gaps' `interval` and ``p`` their `equivalence`. ``commits``
-    are those of the kernels of the runs that count, where they name one; ``diverged`` counts the pairs in which the
-    variant did, and ``objections`` says why others do not count, each with how many.
+    gaps do, None for fewer than two. ``interval`` is the gaps' `interval`, ``p`` their `equivalence` and ``higher``
+    their `not_higher`. ``commits`` are those of the kernels of the runs that count, where they name one;
+    ``diverged`` counts the pairs in which the variant did, and ``objections`` says why others do not count, each with
+    how many.
     """
 
     variant: str
@@ -49,6 +51,7 @@ class Gap:
     scatter: float | None
     interval: tuple[float, float] | None
     p: float | None
+    higher: float | None
     commits: tuple[str, ...]
     diverged: int
     objections: dict[str, int]
@@ -70,7 +73,11 @@ class AtStep:
 
 
 def gaps(
-    folders: list[Path], noise_of: list[Path] | None = None, margin: float = MARGIN, in_full_precision: bool = False
+    folders: list[Path],
+    noise_of: list[Path] | None = None,
+    margin: float = MARGIN,
+    in_full_precision: bool = False,
+    faulty: bool = False,
 ) -> list[Gap]:
     """One row a variant, in the order in which they appear; ``folders`` are outputs of `compare` or `seeds`.
 
@@ -87,7 +94,7 @@ def gaps(
     repeats = [row["gap"] for row in everywhere if row["repeats"] and row["gap"] is not None]
     single = math.sqrt(sum(gap**2 for gap in repeats) / len(repeats)) if repeats else None
     variants = dict.fromkeys(row["variant"] for row in rows)
-    return [_gap([row for row in rows if row["variant"] == name], single, margin) for name in variants]
+    return [_gap([row for row in rows if row["variant"] == name], single, margin, faulty) for name in variants]
 
 
 def by_step(
@@ -156,10 +163,11 @@ def _evaluated(folder: Path, loss: str) -> dict[str, dict[int, float]]:
     return {run["run"]: {line["step"]: line[loss] for line in run["metrics"] if loss in line} for run in read(folder)}
 
 
-def _gap(rows: list[dict], single: float | None, margin: float) -> Gap:
-    """Of one variant's rows; ``single`` is the noise of one gap."""
-    refused = [reason for row in rows if (reason := objection(row["recipe"], row.get("commit")))]
-    counted = [row for row in rows if not objection(row["recipe"], row.get("commit")) and row["gap"] is not None]
+def _gap(rows: list[dict], single: float | None, margin: float, faulty: bool = False) -> Gap:
+    """Of one variant's rows; ``single`` is the noise of one gap; ``faulty``: of those that do not count."""
+    objections = [objection(row["recipe"], row.get("commit")) for row in rows]
+    refused = [] if faulty else [reason for reason in objections if reason]
+    counted = [row for row, reason in zip(rows, objections) if bool(reason) == faulty and row["gap"] is not None]
     values = tuple(row["gap"] for row in counted)
     return Gap(
         variant=rows[0]["variant"],
@@ -170,6 +178,7 @@ def _gap(rows: list[dict], single: float | None, margin: float) -> Gap:
         scatter=stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None,
         interval=interval(values),
         p=equivalence(values, margin),
+        higher=not_higher(values, margin),
         commits=tuple(dict.fromkeys(row["commit"] for row in counted if row.get("commit"))),
         diverged=sum(bool(row["diverged"]) for row in rows),
         objections={reason: refused.count(reason) for reason in dict.fromkeys(refused)},
@@ -191,12 +200,33 @@ def equivalence(values: Sequence[float], margin: float = MARGIN) -> float | None
     Below .05 the 90% `interval` lies within the margins, and equivalence is shown at 5%. None for fewer than two
     values.
     """
-    if len(values) < 2:
-        return None
-    nearer, error = margin - abs(mean(values)), stdev(values) / math.sqrt(len(values))
-    if error == 0:
-        return float(nearer <= 0)
-    return above(nearer / error, len(values) - 1)
+    return None if len(values) < 2 else _beyond(margin - abs(mean(values)), values)
+
+
+def not_higher(values: Sequence[float], margin: float = MARGIN) -> float | None:
+    """p of the one t test that the mean is not ``margin`` or more: below .05 the variant is not worse by as much.
+
+    None for fewer than two values.
+    """
+    return None if len(values) < 2 else _beyond(margin - mean(values), values)
+
+
+def _beyond(nearer: float, values: Sequence[float]) -> float:
+    """The probability of a mean that lies ``nearer`` to 0 than the margin, or more, if it is at the margin."""
+    error = stdev(values) / math.sqrt(len(values))
+    return float(nearer <= 0) if error == 0 else above(nearer / error, len(values) - 1)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """The p of several tests, corrected so that any of them is wrong at the level of one (Holm, 1979).
+
+    The least p times their number, the next times one less and so on, none below one before it and none above 1.
+    """
+    found, least = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=lambda index: ps[index])):
+        least = max(least, min(1.0, ps[index] * (len(ps) - rank)))
+        found[index] = least
+    return found
 
 
 def _outcomes(folder: Path, key: str) -> list[dict]:
@@ -226,7 +256,19 @@ def table(found: list[Gap], margin: float = MARGIN) -> Table:
     drawn = Table(title=title, title_justify="left", box=None)
     left = ("variant", "attention", "commit", "each")
     digits = _digits(margin)
-    for heading in ("variant", "attention", "gap", "95%", "pairs", "p", "noise", "scatter", "commit", "each"):
+    for heading in (
+        "variant",
+        "attention",
+        "gap",
+        "95%",
+        "pairs",
+        "p",
+        "p higher",
+        "noise",
+        "scatter",
+        "commit",
+        "each",
+    ):
         drawn.add_column(heading, justify="left" if heading in left else "right")
     for row in found:
         drawn.add_row(
@@ -236,6 +278,7 @@ def table(found: list[Gap], margin: float = MARGIN) -> Table:
             _spelt(row.interval, digits),
             str(len(row.gaps)),
             "" if row.p is None else f"{row.p:.4f}",
+            "" if row.higher is None else f"{row.higher:.4f}",
             "" if row.noise is None else f"{row.noise:.{digits}f}",
             "" if row.scatter is None else f"{row.scatter:.{digits}f}",
             " ".join(row.commits),

@@ -3,6 +3,7 @@
 import pytest
 
 tables = pytest.importorskip("tools.tables.__main__", reason="prints tables by rich, which is in the extra lab")
+pretraining = tables.pretraining
 
 PAGE = tables.ROOT / "docs" / "results" / "speed.md"
 
@@ -58,3 +59,21 @@ def test_the_command_writes_the_pages_that_are_named(tmp_path, capsys):
     assert capsys.readouterr().out == f"wrote {page}\n"
     assert tables.main([str(page)]) == 0
     assert not capsys.readouterr().out
+
+
+def test_a_star_needs_one_look_a_margin_before_and_holm():
+    for tests in (pretraining.FROM_SCRATCH, pretraining.TRAINED_ON):
+        p = pretraining.corrected(tests)
+        for test in tests:
+            pairs = {len(row.gaps) for row in pretraining.rows_of(test)}
+            assert pairs == {test.looks[-1]}, "a look that the table does not count"
+            alone = pretraining.p_at(test, test.looks[-1])
+            assert alone is None or p[test] >= min(1, alone * len(test.looks))
+            shown = test.beforehand and len(test.looks) == 1 and p.get(test, 1) < 0.05
+            assert pretraining.starred(test) == ("*" in pretraining.verdict(test).replace("**", "")) == shown
+
+
+def test_runs_of_wrong_kernels_are_counted_by_their_table_alone():
+    assert pretraining.of_wrong_kernels().count("\n") == 1 + len(pretraining.FAULTS)
+    counted = {commit for test in pretraining.FROM_SCRATCH for commit in pretraining.rows_of(test)[0].commits}
+    assert not counted & {"a6a23aa-dirty", "2330368-dirty"}

@@ -13,6 +13,10 @@ from tools.tables import sinks
 from tools.tables.cells import errors
 from tools.tables.results import RECIPES, STUDIES, TENSORS, load
 
+WEIGHTS = "trained_gradients_h200_start.json"
+NAMES = {"bf16": "full", "token": "token(first_keys=1)"}
+"""What the files of SmolLM2's errors call recipes that have another form, or another name, now."""
+
 
 @cache
 def trace() -> list[Row]:
@@ -81,6 +85,44 @@ def of_variants() -> str:
             for name in rows[0]["errors"] if "smooth_q" not in name  # a field that went
         ],
     )  # fmt: skip
+
+
+@cache
+def of_all_weights() -> dict[str, dict[str, tuple[float, float]]]:
+    """By recipe, means over windows, with standard errors, of the error and slope less 1 of SmolLM2's whole gradient.
+
+    Of `WEIGHTS`, whose recipes ran on an H200's kernels; "bf16" is full precision on tensors in BF16.
+    """
+    rows = load(STUDIES / WEIGHTS)["rows"]
+    found = {}
+    for recipe in rows[0]["recipes"]:
+        own = [row["recipes"][recipe]["all"] for row in rows]
+        found[recipe] = {
+            what: (statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values)))
+            for what in ("error", "slope") for values in [[one[what] for one in own]]
+        }  # fmt: skip
+    return found
+
+
+def gradients_of_all_weights() -> str:
+    """The error of SmolLM2's whole gradient, beside 16-bit attention's."""
+    found = of_all_weights()
+    rows = [
+        [f"`{NAMES.get(recipe, recipe)}`", f"{own['error'][0]:.4f} ± {own['error'][1]:.4f}",
+         f"{own['error'][0] / found['bf16']['error'][0]:.1f}", f"{own['slope'][0]:+.4f} ± {own['slope'][1]:.4f}"]
+        for recipe, own in found.items()
+    ]  # fmt: skip
+    return table(["recipe", "error", "over 16-bit's", "slope - 1"], rows)
+
+
+def planted_faults() -> str:
+    """What the assay tells apart from `mixed` in SmolLM2, and by what."""
+    rows = [
+        [one["arm"].removeprefix("mixed, "), "yes" if one["apart"] else "no", f"{one['measure']}, {one['group']}",
+         f"{one['mean']:+.4f} ({one['interval'][0]:+.4f} to {one['interval'][1]:+.4f})", f"{one['p']:.4f}"]
+        for one in load(STUDIES / "assay_smollm2.json")["apart"]
+    ]  # fmt: skip
+    return table(["planted in `mixed`", "told apart", "best by", "difference (95%)", "p, corrected"], rows)
 
 
 def by_weight_of_the_first_key() -> str:

@@ -3,13 +3,29 @@
 import re
 
 from lab.studies.study_tables import table
-from lab.training.gaps import Gap
-from tools.tables.accuracy import gaussian, smollm2
+from lab.training.token_cost import cost, worth
+from tools.tables.accuracy import NAMES, gaussian, of_all_weights, smollm2
 from tools.tables.cells import between, length, mask_and_length
-from tools.tables.pretraining import continued, from_grid, gap
+from tools.tables.pretraining import (
+    FROM_SCRATCH,
+    MARGIN,
+    PASS,
+    REPEATED,
+    SIZES,
+    TRAINED_ON,
+    UNROTATED,
+    Comparison,
+    find,
+    gap,
+    rows_of,
+    starred,
+)
 from tools.tables.results import BENCHMARKS, RECIPES, TENSORS, load
 from tools.tables.speed import BESIDE_FA3, CARDS, LENGTHS, UNROTATED_AT_2K, packed_speeds, training_speeds
-from tools.tables.steps import of_325m, unmasked_calls
+from tools.tables.steps import OF_325M, calls_of, of_325m, over_flash_attention, spread
+
+FILLED = (72, 80, 112)
+"""head_dims that run in the kernels of 96 and 128, filled up."""
 
 
 def facts() -> str:
@@ -23,14 +39,21 @@ def facts() -> str:
         [f"{steps[name][tokens]['speedup']:.2f}" for tokens in (2048, 4096, 8192, 16384)]
         for name in ("mixed", "mixed+fused")
     )
-    step_peak, fa4_step_peak = (f"{steps[name][4096]['peak_bytes'] / 2**30:.1f}" for name in ("mixed", "fa4"))
-    calls = unmasked_calls(16384)
-    peak, kept = (
-        between(calls[head_dim, "mixed"][name] / calls[head_dim, "fa4"][name] for head_dim in (64, 128))
-        for name in ("peak_bytes", "kept_bytes")
+    level, level_fused = (
+        " and ".join(length(tokens) for tokens, row in sorted(steps[name].items()) if spread(row, OF_325M)[0] < 1)
+        for name in ("mixed", "mixed+fused")
     )
+    step_peak, fa4_step_peak = (f"{steps[name][4096]['peak_bytes'] / 2**30:.1f}" for name in ("mixed", "fa4"))
+    calls = [(widths[0], own) for tokens in LENGTHS for widths, own in calls_of(tokens).items()]
+    peak, peak_filled = (
+        between(over_flash_attention("peak_bytes", own) for width, own in calls if (width in FILLED) == filled)
+        for filled in (False, True)
+    )
+    kept = between(over_flash_attention("kept_bytes", own) for _, own in calls)
     mixed, full = ([100 * smollm2()[name][x][0] for x in TENSORS[1:]] for name in ("mixed", "full"))
     ratios = [mine / theirs for mine, theirs in zip(mixed, full)]
+    weights = {name: own["error"][0] for name, own in of_all_weights().items()}
+    plain = {test.key: gap(rows_of(test)[0]) for test in FROM_SCRATCH if test.model == "no QK-norm, 16K"}
     lines = [
         f"- **One call**: forward + backward of the recipe `mixed` is {h200_at_8k} times as fast as the best of "
         "FlashAttention-3, FlashAttention-4 and cuDNN in BF16, over nine head_dims from 64 to 256 (8K tokens, "
@@ -40,18 +63,21 @@ def facts() -> str:
         f"{one[2]} (8K) and {one[3]} (16K) times as fast as with "
         "FlashAttention-4 on one H200 (cuDNN is slower, FlashAttention-3 was not timed); where "
         "[one call](docs/qk-norm-rope.md#in-transformers) does norm and rotary embedding too "
-        f"{fused[0]}, {fused[1]}, {fused[2]} and {fused[3]} "
-        "([steps](docs/results/steps.md)).",
-        f"- **Memory**: a call keeps {kept} times what FlashAttention-4's keeps for backward, and its peak is {peak} "
-        f"times as high; the step's peak is {step_peak} GiB for {fa4_step_peak} "
-        "([memory](docs/results/steps.md#memory)).",
-        f"- **Error**: on SmolLM2-135M the gradients of `mixed` are off by {between(mixed, 1)}%, where 16-bit "
-        "attention is "
-        f"off by {between(full, 1)}%: {min(ratios):.0f} to {max(ratios):.0f} times as much.",
-        "- **Largest run**: 325M weights, 252M tokens under an earlier `token` and 73M under today's `mixed`, "
-        "one seed each: "
-        "too few to tell a gap from chance. At 35M weights and 16K tokens a step the mean of ten seeds of `mixed` is "
-        "within 0.02 nats of 16-bit attention's; at 131K that is not shown ([below](#is-it-safe)).",
+        f"{fused[0]}, {fused[1]}, {fused[2]} and {fused[3]}. Intervals hold 1 at {level}, with that call at "
+        f"{level_fused} ([steps](docs/results/steps.md)).",
+        f"- **Memory**: a call keeps {kept} times what FlashAttention's keeps for backward, and its peak is {peak} "
+        f"times as high, {peak_filled} at head_dim 72, 80 and 112; the step's peak is {step_peak} GiB for "
+        f"{fa4_step_peak} ([memory](docs/results/steps.md#memory)).",
+        f"- **Error**: on SmolLM2-135M dQ, dK and dV of `mixed`, call by call and emulated, are off by "
+        f"{between(mixed, 1)}%, {min(ratios):.0f} to {max(ratios):.0f} times as much as with 16-bit attention; the "
+        f"gradient of all weights, on an H200, by {weights['mixed']:.1%} for {weights['bf16']:.1%}, "
+        f"{weights['mixed'] / weights['bf16']:.1f} times.",
+        "- **Largest run**: 325M weights, 252M tokens under an unrotated `token` and 73M under `mixed`, one seed "
+        "each: too few to tell a gap from chance. At 35M weights with QK-norm and 16K tokens a step the mean of ten "
+        f"seeds of `mixed` is within {MARGIN:g} nats of 16-bit attention's; at 131K that is not shown. Without "
+        "QK-norm `mixed` was not tried there, and in one seed each an unrotated `token` ended at "
+        f"{plain['token']}, `paper` at {plain['paper']}, full precision again at {plain[REPEATED]} "
+        "([below](#is-it-safe)).",
         "- **Tested GPUs**: H100 and H200 alone, with torch 2.11 and triton 3.6. The project is alpha.",
         "",
         "![Speed over the best BF16 kernel, by head_dim and length](docs/figures/widths.png)",
@@ -69,13 +95,17 @@ def facts() -> str:
 
 def errors_of_smollm2() -> str:
     """Errors of SmolLM2 beside those of 16-bit attention."""
-    found = smollm2()
+    found, weights = smollm2(), {NAMES.get(name, name): own["error"][0] for name, own in of_all_weights().items()}
     rows = []
     for name in (*RECIPES, "full"):
         gradients = [found[name][x][0] / found["full"][x][0] for x in TENSORS[1:]]
         over = "1" if name == "full" else f"{min(gradients):.0f} to {max(gradients):.0f}"
-        label = "`full`, 16-bit attention" if name == "full" else f"`{name}`"
-        rows.append([label, *(f"{found[name][x][0]:.4f}" for x in TENSORS), over])
+        recipe = NAMES.get(name, name)
+        label = "`full`, 16-bit attention" if name == "full" else f"`{recipe}`"
+        of_weights = "not measured"
+        if recipe in weights:
+            of_weights = f"{weights[recipe]:.4f}, {weights[recipe] / weights['full']:.1f}"
+        rows.append([label, *(f"{found[name][x][0]:.4f}" for x in TENSORS), over, of_weights])
     dq = {(name, sigma): gaussian()[name, sigma, "dq"] for name in ("mixed", "printed") for sigma in (1, 10)}
     below = (
         "On [random data](docs/results/accuracy.md) the error depends on the size of the scores: with Q and "
@@ -83,35 +113,41 @@ def errors_of_smollm2() -> str:
         f"deviation 1 dQ is off by {dq['mixed', 1]:.0%} under `mixed`, at 10 by {dq['mixed', 10]:.0%}; the paper "
         f"prints {dq['printed', 10]:.0%} of its own recipe there."
     )
-    return table(["recipe", "O", "dQ", "dK", "dV", "gradients over 16-bit's"], rows) + "\n\n" + below
+    head = ["recipe", "O", "dQ", "dK", "dV", "dQ, dK, dV over 16-bit's", "all weights' gradient, over 16-bit's"]
+    return table(head, rows) + "\n\n" + below
 
 
-def starred(row: Gap, digits: int = 3) -> str:
-    """A gap, with a star where the test of equivalence shows it to be within the margin."""
-    return gap(row, digits) + " *" * (row.p < 0.05)
+def cell(test: Comparison | None, digits: int = 3) -> str:
+    """A gap by the model's own attention, with a star where the test shows it to be within the margin."""
+    return "not run" if test is None else gap(rows_of(test)[0], digits) + " *" * starred(test)
 
 
 def training() -> str:
-    """Gaps of models trained from scratch and of SmolLM2 trained further."""
-    further = continued("lr-0.0001")
+    """Gaps of models trained from scratch and of SmolLM2 trained further; below, what the margin costs in tokens."""
+    small, large = "QK-norm, 16K", "QK-norm, 131K"
     rows = []
-    for recipe in RECIPES:
-        folders = (
-            (f"mixed-{size}",) if recipe == "mixed" else (f"qknorm-{size}", f"qknorm-{size}-seed?")
-            for size in ("small", "large")
-        )
-        cells = [starred(from_grid(*patterns)[recipe]) for patterns in folders]
-        rows.append([f"`{recipe}`", *cells, starred(further[recipe], 5)])
-        if recipe == "token":
-            variant = "token with dP in INT8"
-            small = starred(from_grid("mixed-small")[variant])
-            rows.append(["`token(dp=int8)`", small, "not run", starred(further[variant], 5)])
+    for name, recipe, sizes, further in (
+        ("`mixed`", "mixed", (small, large), "mixed"),
+        ("`token(first_keys=1)`; from scratch unrotated, `first_keys=0`", UNROTATED, (small, large),
+         "token(first_keys=1)"),
+        ("`token(dp=int8)`", "token(dp=int8)", (small, None), "token(dp=int8)"),
+        ("`paper`", "paper", (small, large), "paper"),
+    ):  # fmt: skip
+        cells = [cell(model and find(recipe, model, FROM_SCRATCH)) for model in sizes]
+        rows.append([name, *cells, cell(find(further, "1e-4", TRAINED_ON), 5)])
     head = ["", "from scratch, 16K tokens a step", "from scratch, 131K", "SmolLM2-135M, trained further, rate 1e-4"]
-    return table(head, rows)
+    gain = round(of_325m("mixed")[8192]["speedup"], 2)
+    papers = next(tokens for *_, tokens, which in SIZES if which == "the paper's")
+    below = (
+        f"{MARGIN:g} nats are {cost(MARGIN, PASS):.1%} of the tokens of the runs from scratch by Hoffmann's fit, and "
+        f"{cost(MARGIN, papers):.0%} of the paper's 78B, where a gap of {worth(gain, papers):.3f} eats what a step "
+        f"{gain} times as fast gains ([costs](docs/results/pretraining.md#what-a-gap-costs))."
+    )
+    return table(head, rows) + "\n\n" + below
 
 
 def gpu_tests() -> str:
-    """The newest whole run of the GPU tests, and the newest."""
+    """The newest whole run of the GPU tests, the newest, and an H100's."""
     whole, newest = (
         load(BENCHMARKS / f"gpu-suite_h200_2026-11-28_{commit}.json")["counts"] for commit in ("2451bcf", "b7ba374")
     )
@@ -119,13 +155,15 @@ def gpu_tests() -> str:
         ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in ("passed", "failed", "skipped"))
         for counts in (whole, newest)
     )
+    older = load(BENCHMARKS / "gpu-suite_h100_2026-11-24_b1f1da0.json")["counts"]
     sequences = (BENCHMARKS / "call-sequences_h200_2026-11-29_dbd5b219.txt").read_text(encoding="utf-8")
     steps, differ = re.findall(r"(\d+) steps, (\d+) differ", sequences)[-1]
     return (
-        f"The GPU tests on two H200s on 2026-11-28: {whole} (most stand for combinations that others cover), some "
-        f"40 not run when time ended; of a newer tree, as far as time allowed, {newest}. "
+        f"The GPU tests on two H200s on 2026-11-28, until time ended: {whole} (most stand for combinations that "
+        f"others cover); of a newer tree {newest}. "
         f"That no call leaves a trace in later ones: of {steps} random calls, each compared with the same call in a "
-        f"fresh process, {differ} differ. On an H100 the tests ran on 2026-11-24, an older tree."
+        f"fresh process, {differ} differ. On an H100, an older tree on 2026-11-24: {older['passed']} passed, "
+        f"{older['failed']} failed, a test of how long steps of other lengths take."
     )
 
 

@@ -1,8 +1,13 @@
 """Tables of docs/results/steps.md: time and memory of a training step."""
 
+import math
+
+from benchmarks.shapes import value_dim_of
 from lab.studies.study_tables import table
+from lab.training.gaps import interval
+from tools.tables.cells import width
 from tools.tables.results import PEERS, rows_of
-from tools.tables.speed import UNROTATED
+from tools.tables.speed import BESIDE_FA3
 
 OF_325M = "training_h200_2026-11-28_614c2a6"
 STEPS = (
@@ -24,16 +29,25 @@ def of_325m(attention: str) -> dict[int, dict]:
     return {row["context"]: row for row in rows_of(OF_325M) if attention_of(row) == attention}
 
 
+def spread(row: dict, name: str) -> tuple[float, float]:
+    """The 95% interval of a row's speed over its peer's: Student's t, of logarithms over pairs of turns."""
+    peer = next(one for one in rows_of(name) if (attention_of(one), one["context"]) == (row["peer"], row["context"]))
+    low, high = interval([math.log(theirs / ours) for theirs, ours in zip(peer["all_ms"], row["all_ms"])])
+    return math.exp(low), math.exp(high)
+
+
 def steps() -> str:
     """Time, tokens a second and peak memory of whole training steps."""
     rows = []
     for what, name in STEPS:
         for row in sorted(rows_of(name), key=lambda row: row["context"]):
             attention = attention_of(row)
-            over = f"{row['speedup']:.2f}" if attention.startswith("mixed") else ""
+            over = ""
+            if attention.startswith("mixed"):
+                over = f"{row['speedup']:.2f} ({' to '.join(f'{end:.3f}' for end in spread(row, name))})"
             rows.append([what, str(row["context"]), ATTENTIONS[attention], f"{row['step_ms']:.1f}",
                          f"{row['tokens_per_s']:,.0f}", over, f"{row['peak_bytes'] / 2**30:.1f}"])  # fmt: skip
-    head = ["what", "tokens a sequence", "attention", "step ms", "tokens/s", "`mixed` over the best", "peak GiB"]
+    head = ["what", "tokens a sequence", "attention", "step ms", "tokens/s", "`mixed` over the best (95%)", "peak GiB"]
     return table(head, rows)
 
 
@@ -46,21 +60,30 @@ def longest_sequences() -> str:
     return table(["attention", "longest sequence", "out of memory at"], rows)
 
 
-def unmasked_calls(tokens: int) -> dict[tuple[int, str], dict]:
-    """By head_dim and attention, rows of forward + backward without a mask."""
-    return {
-        (row["head_dim"], row["recipe"] if row["impl"] == "hopper" else row["impl"]): row
-        for row in rows_of(UNROTATED)
-        if (row["tokens"], row["causal"], row["direction"]) == (tokens, False, "fwd+bwd")
-    }
+def calls_of(tokens: int) -> dict[tuple[int, int], dict[str, dict]]:
+    """By both head_dims and attention, rows of forward + backward without a mask on an H200.
+
+    FlashAttention-4's results may be wrong there: it holds no less memory for that.
+    """
+    found: dict[tuple[int, int], dict[str, dict]] = {}
+    for row in (row for name in BESIDE_FA3 for row in rows_of(name)):
+        if (row["tokens"], row["causal"], row["direction"]) == (tokens, False, "fwd+bwd") and row["peak_bytes"]:
+            attention = row["recipe"] if row["impl"] == "hopper" else row["impl"]
+            found.setdefault((row["head_dim"], value_dim_of(row)), {})[attention] = row
+    return found
+
+
+def over_flash_attention(what: str, own: dict[str, dict]) -> float:
+    """Bytes of `mixed` over those of FlashAttention-4, or of -3 where that does not run."""
+    return own["mixed"][what] / own.get("fa4", own.get("fa3"))[what]
 
 
 def memory_of_a_call() -> str:
-    """Peak memory of one call in MiB."""
-    found = unmasked_calls(4096)
-    names = ("mixed", "fa4", "cudnn")
-    rows = [
-        [str(head_dim), *(f"{found[head_dim, name]['peak_bytes'] / 2**20:.0f}" for name in names)]
-        for head_dim in (64, 128)
-    ]
-    return table(["head_dim", *(ATTENTIONS[name] for name in names)], rows)
+    """Peak memory of one call in MiB, and both peak and what is kept for backward over FlashAttention's."""
+    names, rows = ("mixed", "fa4", "fa3", "cudnn"), []
+    for widths, own in sorted(calls_of(4096).items()):
+        cells = [f"{own[name]['peak_bytes'] / 2**20:.0f}" if name in own else "-" for name in names]
+        over = [f"{over_flash_attention(what, own):.2f}" for what in ("peak_bytes", "kept_bytes")]
+        rows.append([width(*widths), *cells, *over])
+    over = "peak over FlashAttention's", "kept over FlashAttention's"
+    return table(["head_dim", *(ATTENTIONS[name] for name in names), *over], rows)

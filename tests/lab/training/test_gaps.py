@@ -18,7 +18,9 @@ from lab.training.gaps import (
     critical,
     equivalence,
     gaps,
+    holm,
     interval,
+    not_higher,
     table,
     table_by_step,
 )
@@ -105,6 +107,22 @@ def test_equivalence_is_two_tests_at_once():
     assert MARGIN == command.MARGIN
 
 
+def test_not_higher_is_one_of_the_two_tests():
+    values = [-0.03, -0.01, -0.035, -0.02]
+    assert not_higher(values) < 0.01 < equivalence(values)
+    above = [-value for value in values]
+    assert not_higher(above) == equivalence(above) > 0.5
+    assert not_higher([0.01]) is None
+    assert (not_higher([-0.3, -0.3]), not_higher([0.02, 0.02])) == (0, 1)
+
+
+def test_holm_multiplies_the_least_most():
+    assert holm([0.03, 0.01, 0.04]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.9, 0.5, 0.001]) == pytest.approx([1, 1, 0.003])
+    assert holm([0.02]) == [0.02]
+    assert holm([]) == []
+
+
 def test_runs_of_faulty_kernels_do_not_count_for_mixed(tmp_path):
     losses = {"full": 2.0, "mixed": 2.02, "token": 2.01}
     folders = [
@@ -115,6 +133,9 @@ def test_runs_of_faulty_kernels_do_not_count_for_mixed(tmp_path):
     assert (len(mixed.gaps), mixed.commits) == (1, ("2534d87",))
     assert list(mixed.objections.values()) == [1, 1, 1]
     assert (len(token.gaps), token.objections) == (4, {})
+    wrong, none = gaps(folders, faulty=True)
+    assert (len(wrong.gaps), wrong.commits, wrong.objections) == (3, ("a9c0339", "2330368-dirty"), {})
+    assert none.gaps == ()
     text = printed([mixed, token])
     assert "not counted: 1, the kernels of a9c0339 made its dV and dK too small" in text
     assert "not counted: 1, it names no commit" in text

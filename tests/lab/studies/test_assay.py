@@ -1,0 +1,263 @@
+"""The assay of gradients: errors of a model's weights, and faults that it tells apart."""
+
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from safetensors.torch import save_file
+
+from lab import __main__ as cli
+from lab.studies import assay, planted_faults
+from sagebwd.diagnostics.models import load_model, text_windows
+from tests.commands import runner
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    return runner(cli.main, monkeypatch, capsys)
+
+
+def given(folder, *more):
+    return ["assay", "--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--tokens", "96",
+            "--windows", "2", "--output", str(folder / "found.json"), *more]  # fmt: skip
+
+
+def drawn(table):
+    console = Console(record=True, width=200)
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_command(folder, command):
+    recipes = [text for recipe in ("bf16", "full", "token") for text in ("--recipe", recipe)]
+    code, printed, _ = command(*given(folder, "--no-faults", *recipes))
+    assert code == 0
+    found = json.loads((folder / "found.json").read_text())
+    rows, layers = found["rows"], found["layers"]
+    assert [row["window"] for row in rows] == [0, 1]
+    assert set(layers) == {"bf16", "full", "token"}
+    assert set(layers["token"]["0"]) == set(assay.GROUPS)
+    assert 0 < layers["token"]["0"]["all"]["error"] < 0.2
+    for row in rows:
+        rounded, full, token = (row["recipes"][name] for name in ("bf16", "full", "token"))
+        assert 0 < rounded["all"]["error"] < 0.01
+        assert 0 < full["all"]["error"] < 0.02
+        assert rounded["all"]["error"] < token["all"]["error"] < 0.2
+        assert abs(token["all"]["slope"]) <= token["all"]["error"]
+        assert 0 < token["all"]["angle"] <= token["all"]["error"] ** 2
+        assert set(token) == {"loss", *assay.GROUPS}
+    errors = [row["recipes"]["token"]["all"]["error"] for row in rows]
+    assert f"{statistics.mean(errors):.4f} ± {statistics.stdev(errors) / math.sqrt(2):.4f}" in drawn(assay.table(rows))
+    assert "2 windows" in printed
+
+
+def test_weights_and_tokens_of_continued_training(folder, command):
+    model = load_model(folder / "model")
+    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
+    losses = []
+    for text, factor in (("text.txt", 0), ("ids.npy", 0), ("ids.npy", 1), ("ids.npy", 2)):
+        if text == "ids.npy":
+            np.save(folder / text, np.array([i * i % 64 for i in range(300)], np.uint16))
+        more = ["--text", str(folder / text), "--recipe", "full", "--no-faults"]
+        if factor:
+            save_file({name: factor * x for name, x in weights.items()}, folder / "weights.safetensors")
+            more += ["--weights", str(folder / "weights.safetensors")]
+        assert command(*given(folder, *more))[0] == 0
+        kept = json.loads((folder / "found.json").read_text())
+        assert (kept["impl"], kept["weights"]) == (
+            "reference",
+            str(folder / "weights.safetensors") if factor else None,
+        )
+        losses.append(kept["rows"][0]["loss"])
+    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
+    assert losses[3] != pytest.approx(losses[0], rel=1e-3)
+    save_file({"lm_head.weight": weights["lm_head.weight"]}, folder / "weights.safetensors")
+    code, _, said = command(*given(folder, *more))
+    assert (code, f"of {len(weights)} of the model it has 1" in said) == (2, True)
+
+
+def test_what_the_command_refuses(folder, command):
+    model = ["assay", "--model", str(folder / "model")]
+    for arguments, told in (
+        (["assay"], "expected one of --model"),
+        ([*model, "--config", "configs/grid/small.yaml"], "expected one of --model"),
+        (model, "--model wants a --text"),
+        ([*model, "--text", "x", "--windows", "1"], "windows=1 must be at least 2"),
+    ):
+        code, _, said = command(*arguments)
+        assert code == 2
+        assert told in said
+
+
+@pytest.fixture
+def call():
+    generator = torch.Generator().manual_seed(0)
+    q, do = (torch.randn(1, 4, 32, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 2, 32, 8, generator=generator) for _ in range(2))
+    return planted_faults.Call(q, k, v, 0.3, do)
+
+
+def attended(q, k, v, scale):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def outcomes(call, fault=None):
+    """O and gradients, of attention itself or with a fault."""
+    leaves = [x.clone().requires_grad_() for x in call[:3]]
+    own = lambda *x: attended(*x, call.scale)  # noqa: E731
+    o = own(*leaves) if fault is None else planted_faults.planted(fault, own, *leaves, call.scale)
+    return [o.detach(), *torch.autograd.grad(o, leaves, call.do)]
+
+
+def test_planted_faults_are_what_they_say(call):
+    o, dq, dk, dv = outcomes(call)
+    names = list(planted_faults.FAULTS)
+    lost, small, delta, mean = (outcomes(call, name) for name in names)
+    # dK of the queries that are left is that of a call in which no gradient comes in at the last 2
+    do = call.do.clone()
+    do[:, :, -2:] = 0
+    torch.testing.assert_close(lost[2], outcomes(call._replace(do=do))[2])
+    torch.testing.assert_close(small[3], 0.92 * dv)
+    # delta enters dS alone, so sums of dS over keys are what it lacks: P^T's rows sum to 1
+    p, dp = call.parts()
+    ds = p * (dp - 1.05 * (p * dp).sum(-1, keepdim=True)) * call.scale
+    torch.testing.assert_close(delta[1], ds @ call.spread(call.k))
+    torch.testing.assert_close(delta[2], call.shared(ds.mT @ call.q))
+    torch.testing.assert_close(mean[0], o - call.spread(call.v[:, :, -1:]) / 32)
+    for index, found in enumerate((lost, small, delta, mean)):
+        changed = [not torch.equal(a, b) for a, b in zip(found, (o, dq, dk, dv))]
+        assert changed == [[0, 0, 1, 0], [0, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]][index]
+
+
+def row(index, **recipes):
+    groups = {name: {"all": dict(zip(assay.MEASURES, values))} for name, values in recipes.items()}
+    return {"window": index, "loss": 1.0, "recipes": {name: {"loss": 0.0, **of} for name, of in groups.items()}}
+
+
+def test_an_arm_is_told_apart_by_pairs_of_windows():
+    noise = [0.01 * math.sin(7 * i) for i in range(16)]
+    small = [1e-4 * math.cos(5 * i) for i in range(16)]
+    rows = [
+        row(i, **{"token": (0.05 + n, n, 0.001), "token, moved": (0.05 + n + e, n - e, 0.001 + e / 9),
+                  "token, dV 8% small": (0.05 + n + e, n - 1e-3 + e, 0.001 + e / 9)})
+        for i, (n, e) in enumerate(zip(noise, small))
+    ]  # fmt: skip
+    own, moved, *_, fault = (arm for arm in assay.arms("token", "reference") if arm.name in rows[0]["recipes"])
+    same, found = assay.differences(rows, [own, moved, fault])
+    assert (same.apart, same.right) == (False, True)
+    assert (found.apart, found.right, found.measure, found.group) == (True, True, "slope", "all")
+    assert found.mean == pytest.approx(-1e-3, abs=1e-4)
+    assert found.interval[0] < found.mean < found.interval[1] < 0
+    # an arm that differs and should not, and a fault that no measure shows
+    unlike = assay.Difference(moved, "error", "all", 1.0, (0.9, 1.1), 0.001)
+    blind = assay.Difference(fault, "error", "all", 0.0, (-1.0, 1.0), 0.9)
+    assert not unlike.right
+    assert not blind.right
+    assert "NO" in drawn(assay.table_of_faults([same, blind]))
+    assert [arm.name for arm in assay.arms("mixed", None)][:3] == ["mixed", "mixed, moved", "mixed, emulated"]
+    assert [arm.name for arm in assay.arms("bf16", None)] == ["bf16"]
+
+
+def test_full_precision_is_the_models_own(folder):
+    model = load_model(folder / "model")
+    (ids,) = text_windows(model, folder / "model", folder / "text.txt", 64)
+    loss, expected = assay.gradients(model, ids)
+    expected = {name: x.clone() for name, x in expected.items()}
+    assay.Probe()
+    model.set_attn_implementation(assay.NAME)
+    again, found = assay.gradients(model, ids)
+    assert again == pytest.approx(loss, rel=1e-5)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-5)
+
+
+def test_error_and_slope_of_each_layer():
+    exact = {
+        "model.layers.0.self_attn.q_proj.weight": torch.tensor([2.0, 0.0]),
+        "model.layers.10.self_attn.q_proj.weight": torch.tensor([0.0, 4.0]),
+        "model.layers.10.mlp.weight": torch.tensor([3.0]),
+        "model.embed_tokens.weight": torch.tensor([1.0]),
+    }
+    found = {name: x.clone() for name, x in exact.items()}
+    found["model.layers.10.self_attn.q_proj.weight"] = torch.tensor([0.0, 3.0])
+    of = assay.compared(found, exact)
+    none = {"error": 0.0, "slope": 0.0}
+    groups = [of, *of["layers"].values()]
+    angles = [group.pop("angle") for place in groups for name, group in place.items() if name != "layers"]
+    assert sum(angle > 1e-6 for angle in angles) == 3, "of all, of the layer and of a group that turned"
+    assert of["layers"] == {
+        "0": {"all": none, "q_proj": none},
+        "10": {
+            "all": {"error": pytest.approx(1 / 5), "slope": pytest.approx(-4 / 25)},
+            "q_proj": {"error": pytest.approx(1 / 4), "slope": pytest.approx(-1 / 4)},
+        },
+    }
+    assert of["q_proj"] == {"error": pytest.approx((1 / 20) ** 0.5), "slope": pytest.approx(-4 / 20)}
+    assert of["all"]["slope"] == pytest.approx(-4 / 30)
+
+
+def test_means_over_windows_are_those_of_all():
+    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
+    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
+        found = assay.average(found, count, {"slope": slope, "error": error})
+        seen = slopes[:count]
+        assert found["slope"] == pytest.approx(statistics.mean(seen))
+        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
+    assert found["error"] == pytest.approx(statistics.mean(errors))
+
+
+@pytest.fixture
+def run(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    sentences = (f"In {n} the {n % 7}th of them went {'up' if n % 3 else 'down'} the hill. " for n in range(4000))
+    corpus.write_text("\n<|endoftext|>\n".join("".join(next(sentences) for _ in range(8)) for _ in range(500)))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"""
+name: tiny
+model: {{layers: 1, width: 64, heads: 2, mlp_width: 64}}
+data: {{source: {corpus}, context: 128, cache: {tmp_path / "cache"}}}
+optimisation: {{tokens_per_step: 1024, micro_batch: 8, steps: 24, warmup_steps: 4, learning_rate: 5.0e-3}}
+logging: {{every: 24, evaluate_every: 24, evaluate_sequences: 4, checkpoint_every: 24}}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.mark.rounding
+def test_planted_faults_are_told_apart_in_a_model_that_the_command_trains(run, tmp_path, command):
+    output = tmp_path / "found.json"
+    words = ["assay", "--config", str(run), "--run", str(tmp_path / "trained"), "--recipe", "mixed", "--tokens", "64",
+             "--windows", "24", "--output", str(output)]  # fmt: skip
+    code, _, _ = command(*words)
+    content = json.loads(output.read_text())
+    found = {one["arm"]: one for one in content["apart"]}
+    assert set(found) == {f"mixed, {name}" for name in ("moved", *planted_faults.FAULTS)}
+    for name in planted_faults.FAULTS:
+        assert found[f"mixed, {name}"]["apart"], found[f"mixed, {name}"]
+    assert found["mixed, dV 8% small"]["group"] == "v_proj"
+    slopes = {
+        name: statistics.mean(row["recipes"][name]["v_proj"]["slope"] for row in content["rows"])
+        for name in ("mixed", "mixed, dV 8% small")
+    }
+    assert slopes["mixed, dV 8% small"] - slopes["mixed"] == pytest.approx(-0.08, abs=0.01)
+    assert found["mixed, moved"]["p"] > 1e-4, "moved by less than BF16 tells"
+    assert code == int(found["mixed, moved"]["apart"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_are_not_told_from_their_emulator_and_faults_are(run, tmp_path, command):
+    output = tmp_path / "found.json"
+    words = ["assay", "--config", str(run), "--run", str(tmp_path / "trained"), "--recipe", "mixed", "--recipe",
+             "token", "--tokens", "128", "--windows", "24", "--output", str(output), "--device", "cuda"]  # fmt: skip
+    command(*words)
+    for one in json.loads(output.read_text())["apart"]:
+        faulty = one["arm"].partition(", ")[2] in planted_faults.FAULTS
+        assert one["apart"] if faulty else one["p"] > 1e-4, one
