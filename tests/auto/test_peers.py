@@ -272,7 +272,7 @@ def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, m
     sage_attention(q, k, v, enable_gqa=True, window=(5, 3), is_causal=True)
     assert [(call["causal"], call["window"]) for call in calls] == [(False, (5, 3)), (True, (5, 0))]
     packed, offsets = torch.randn(20, 4, 128).bfloat16(), torch.tensor([0, 8, 20], dtype=torch.int32)
-    run = torch_attention.settled_packed(FA4, (12, 12), True, (-1, -1), 0.3, None)
+    run = torch_attention.settled_packed(FA4, packed, packed, (12, 12), True, (-1, -1), 0.3, None)
     assert torch.equal(run(packed, packed[:, :2], packed[:, :2], None, offsets, offsets), packed)
     assert calls[-1].pop("cu_seqlens_q") is calls[-1].pop("cu_seqlens_k")
     assert calls[-1] == {
@@ -284,7 +284,7 @@ def test_a_packed_call_that_is_handed_over_has_a_plan(monkeypatch):
     """Regression: each one asked all again."""
     asked = []
     monkeypatch.setattr(dispatch, "contender_of", lambda *given: asked.append(given) or TORCH)
-    monkeypatch.setattr(torch_attention, "packed", lambda query, *rest: query)
+    monkeypatch.setattr(torch_attention, "_packed", lambda *_: lambda query, *rest: query)
     x, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     PLANS.clear()
     for _ in range(3):
