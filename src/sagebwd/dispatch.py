@@ -178,14 +178,17 @@ def _costs(
     return low, tuple((name, tuple(times.full[name])) for name in names)
 
 
-def why_not(peer: str, ask: Ask, times: Times) -> str | None:
-    """Why a peer is not asked for calls that were timed, or None; it is imported where all else is right."""
+def why_not(peer: str, ask: Ask, times: Times, card: str | None = None) -> str | None:
+    """Why a peer is not asked for calls that were timed, or None; it is imported where all else is right.
+
+    card: as of `choose`, where every peer may be installed.
+    """
     if (times.head_dim, times.value_dim) != (ask.head_dim, ask.value_dim) or peer not in times.full:
         return "was not timed"
     if not peers.takes(peer, ask.kind, ask.head_dim, ask.dtype, ask.training):
         lacking = ask.training and peers.lacks_backward(peer)
         return "was built without its backward" if lacking else "does not take the call, or computes it wrong"
-    return "is not installed" if peers.module_of(peer) is None else None
+    return "is not installed" if card is None and peers.module_of(peer) is None else None
 
 
 def check_agreement(device: torch.device) -> None:
