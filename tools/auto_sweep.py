@@ -357,8 +357,9 @@ def main(arguments: list[str] | None = None) -> int:
             shown.update(causes[:1])
             if not causes:
                 beside.append(f"not known: {name}: {text}\n    {case}")
-        if any("misaligned" in text or "CUDA error" in text for text in wrong):
-            print("CUDA's context is lost")
+        lost = [text for text in (*wrong, *others.values()) if text is not None and "CUDA error" in text]
+        if lost:
+            print(f"stopped: CUDA's context is lost by {'auto' if wrong else 'another'}: {lost[0]}\n    {case}")
             break
     print(f"auto: {count - failed} of {count} right; " + ", ".join(f"{n} {who}" for who, n in ran.most_common()))
     if given.others:
