@@ -31,7 +31,7 @@ from sagebwd import explain, explain_varlen, sage_attention, sage_attention_varl
 from sagebwd.auto import peers
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FA3, FA4, FLASH, PEERS, TORCH
 from sagebwd.auto.model import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW, Size
-from sagebwd.auto.operands import LEAST_SCALE
+from sagebwd.auto.operands import over_zero
 from sagebwd.auto.torch_attention import BACKENDS
 from sagebwd.cli.contenders import by_backend
 from sagebwd.cli.hardware import check_device
@@ -112,14 +112,12 @@ class Case:
     @property
     def factor(self) -> float | None:
         """The scale as functions take it."""
-        if self.scale is None or abs(self.scale) < LEAST_SCALE:
-            return self.scale
-        return self.scale * self.head_dim**-0.5
+        return None if self.scale is None else self.scale * self.head_dim**-0.5
 
     @property
     def is_over_0(self) -> bool:
         """Whether the scale is."""
-        return self.scale is None or self.scale >= LEAST_SCALE
+        return self.scale is None or over_zero(self.factor)[0] is None
 
     @property
     def is_in_place(self) -> bool:

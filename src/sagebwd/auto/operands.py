@@ -12,23 +12,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from sagebwd.cache import TAKEN
 from sagebwd.call import empty_like_rows
 
 # Devices on which torch reads tensors wherever they lie.
 ANYWHERE = ("cpu", "meta")
-# A scale of less is 0 in FP32.
-LEAST_SCALE = torch.finfo(torch.float32).tiny
 _PLAIN = (Tensor, torch.nn.Parameter)
 _LIBRARY = torch.library.Library("sagebwd", "FRAGMENT")
 
 
 def over_zero(scale: float) -> tuple[float | None, float]:
     """A factor of Q, None for 1, and a scale over 0, which together stand for a scale."""
-    if scale >= LEAST_SCALE:
+    least = 2.0**-126  # less is 0 in FP32; as a global, a symbol in a trace with dynamic=True, which is made twice
+    if scale >= least:
         return None, scale
-    return (-1.0, -scale) if scale <= -LEAST_SCALE else (0.0, 1.0)
+    return (-1.0, -scale) if scale <= -least else (0.0, 1.0)
 
 
 def is_looked_at(x: Tensor) -> bool:
@@ -138,7 +139,11 @@ def _in_place(x: Tensor, rows: bool = True) -> Tensor:
     begin = x.data_ptr() if is_plain else x.storage_offset() * x.itemsize
     if is_in_place(x, begin, rows=rows):
         return x
-    return moved(x) if is_plain else torch.ops.sagebwd.moved(x)
+    if is_plain:
+        return moved(x)
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        return torch.ops.sagebwd.moved(x)
+    return x.clone(memory_format=torch.contiguous_format)  # of another subclass, as DTensor, which lacks the operator
 
 
 # As torch's own ``contiguous``: a trace has what it calls in its place, which is nothing where x is in place.

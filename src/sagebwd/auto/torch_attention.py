@@ -110,8 +110,8 @@ def _dense(way: Way, grouped: bool, scale: float, bias: BandBias | None = None) 
         if keys is not None:
             key, value = key[:, :, :keys], value[:, :, :keys]
         if bias is not None:
-            mask = bias.made(query)
-        elif band is not None:
+            return _sdpa(query, key, value, bias.made(query), dropout_p, **options)
+        if band is not None:
             mask = _banded(band, query, key, mask)
         if mask is not None and mask.dtype != torch.bool:
             mask = operands.bias_in_place(mask.to(query.dtype))
