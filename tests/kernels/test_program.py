@@ -401,6 +401,8 @@ def test_where_triton_keeps_nothing_a_process_has_its_own(nowhere, monkeypatch, 
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path / nowhere)
         monkeypatch.setattr(environment, "_unwritable", set())
+        monkeypatch.setattr(program, "_told", set())
+        monkeypatch.setattr(program, "COMPILING_SECONDS", 0)
         with caplog.at_level(logging.WARNING, "sagebwd"):
             found = [compiled_by_triton(kernel, (1,), (key,), {}) for key in ("one", "other")]
     for compiled in found:

@@ -38,7 +38,7 @@ from sagebwd.kernels.runtime.launchers import (
 )
 
 # By which a user names Triton's folder of compiled kernels.
-TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
+TRITON_CACHE_DIR, TRITONS = "TRITON_CACHE_DIR", "Triton's"
 T = TypeVar("T")
 # A launch that takes longer than this on the host is one that compiles.
 COMPILING_SECONDS = 0.5
@@ -111,7 +111,7 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict
     with _loading:
         found = _cached(loaded)
     if time.perf_counter() - began > COMPILING_SECONDS:
-        say_what_takes_long("Triton's", f"~/.triton/cache ({TRITON_CACHE_DIR})")
+        say_what_takes_long(TRITONS, f"{triton.knobs.cache.dir} ({TRITON_CACHE_DIR})")
     return found
 
 
@@ -128,6 +128,7 @@ def _cached(run: Callable[[], T]) -> T:
         if other == folder:
             raise
         triton.knobs.cache.dir = str(other)
+        _told.add(TRITONS)  # by that warning: no later process finds anything
         return run()
 
 
