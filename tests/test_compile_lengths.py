@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from sagebwd import dispatch, ops, replace_sdpa, sage_attention, sage_attention_varlen
+from sagebwd.auto import operands
 from sagebwd.recipe import AUTO
 
 # Batch or sequences, which torch takes for one size with any that they equal in the first call, and tokens.
@@ -84,6 +85,14 @@ def graphs(function, inputs, sizes=SIZES, backend="aot_eager", **options):
 def test_one_graph_where_it_is_dynamic(form):
     inputs, function = FORMS[form]
     assert graphs(function, inputs, dynamic=True) == 1
+
+
+@pytest.mark.parametrize("form", ["causal", "additive mask"])
+def test_one_graph_where_it_matters_how_operands_lie(form, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(operands, "ANYWHERE", ())
+    inputs, function = FORMS[form]
+    assert graphs(function, inputs, SIZES[:3], dynamic=True) == 1
 
 
 @pytest.mark.parametrize("form", ["causal", "key padding", "packed"])

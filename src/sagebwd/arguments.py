@@ -150,12 +150,7 @@ def packed_arguments_of(
     checks.refuse_only_torch(query, value, None, 0)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
-    rows = all(x.stride(-1) == 1 for x in (query, key, value))
-    if (
-        (query.is_cuda or card is not None)
-        and rows
-        and _may_hand_over(ask, query, key, return_lse or sinks is not None)
-    ):
+    if (query.is_cuda or card is not None) and _may_hand_over(ask, query, key, return_lse or sinks is not None):
         grouped = False
         if query.shape[1] != key.shape[1]:  # in a trace a symbol is no flag
             grouped = True

@@ -218,7 +218,7 @@ def _planned(
         instead = _by_kernels(checked) if contender in PEERS and not _is_torchs(checked) else None
         if packed:
             band = checked.is_causal, checked.window, checked.scale
-            run = torch_attention.settled_packed(contender, checked.lengths, *band, instead)
+            run = torch_attention.settled_packed(contender, q, v, checked.lengths, *band, instead)
         else:
             run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
         plan = plans.SdpaCall(contender, run)

@@ -137,9 +137,10 @@ def is_wrong(name: str, ask: Ask, size: Size) -> bool:
     """Whether a contender's gradients are known to be wrong for a call.
 
     cuDNN's dQ is NaN under a mask tensor where keys are 64 more than a multiple of 128 and a query's log-sum-exp is
-    less than -88.7 (torch's issue 196678). That counts where the mask is of this package's making: a window's, and a
-    causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN: FlashAttention-2 takes no
-    mask, the memory-efficient no grouped heads. Where gradients have to repeat torch runs no cuDNN.
+    less than -88.7 (torch's issue 196678; torch 2.11, H100). That counts where the mask is of this package's making: a
+    window's, and a causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN:
+    FlashAttention-2 takes no mask, the memory-efficient no grouped heads. Where gradients have to repeat torch runs no
+    cuDNN. What all get wrong for some operands and scales is mended for all (`sagebwd.auto.operands`).
     """
     if not ask.training or torch.are_deterministic_algorithms_enabled():
         return False
@@ -178,14 +179,17 @@ def _costs(
     return low, tuple((name, tuple(times.full[name])) for name in names)
 
 
-def why_not(peer: str, ask: Ask, times: Times) -> str | None:
-    """Why a peer is not asked for calls that were timed, or None; it is imported where all else is right."""
+def why_not(peer: str, ask: Ask, times: Times, card: str | None = None) -> str | None:
+    """Why a peer is not asked for calls that were timed, or None; it is imported where all else is right.
+
+    card: as of `choose`, where every peer may be installed.
+    """
     if (times.head_dim, times.value_dim) != (ask.head_dim, ask.value_dim) or peer not in times.full:
         return "was not timed"
     if not peers.takes(peer, ask.kind, ask.head_dim, ask.dtype, ask.training):
         lacking = ask.training and peers.lacks_backward(peer)
         return "was built without its backward" if lacking else "does not take the call, or computes it wrong"
-    return "is not installed" if peers.module_of(peer) is None else None
+    return "is not installed" if card is None and peers.module_of(peer) is None else None
 
 
 def check_agreement(device: torch.device) -> None:

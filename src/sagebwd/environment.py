@@ -75,12 +75,15 @@ def make(folder: Path) -> None:
         return
 
 
-def writable(folder: Path) -> Path:
-    """A folder, made where it was missing; with a warning, one of this process where it cannot be written."""
+def writable(folder: Path, variable: str = CACHE_DIR) -> Path:
+    """A folder, made where it was missing; with a warning, one of this process where it cannot be written.
+
+    variable: by which its user names another.
+    """
     try:
         make(folder)
     except OSError as error:
-        warn_of_unwritable(folder, error)
+        warn_of_unwritable(folder, error, variable)
         return folder_of_process(os.getpid())
     return folder
 
@@ -93,14 +96,14 @@ def folder_of_process(process: int) -> Path:
     return folder
 
 
-def warn_of_unwritable(folder: Path, error: OSError) -> None:
+def warn_of_unwritable(folder: Path, error: OSError, variable: str = CACHE_DIR) -> None:
     """Warn, once a folder, that what belongs there is kept for this process alone."""
     if folder in _unwritable:
         return
     _unwritable.add(folder)
     logging.getLogger("sagebwd").warning(
         f"sagebwd: {folder} cannot be written ({type(error).__name__}: {error}): what is compiled or tuned is kept "
-        f"for this process alone, and every process takes the time anew; set {CACHE_DIR} to one that can be written"
+        f"for this process alone, and every process takes the time anew; set {variable} to one that can be written"
     )
 
 

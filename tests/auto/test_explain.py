@@ -10,7 +10,7 @@ import torch
 
 import sagebwd
 from sagebwd import arguments, dispatch, sage_attention, switches
-from sagebwd.auto import agreement, counts
+from sagebwd.auto import agreement, counts, model
 from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
@@ -113,6 +113,26 @@ def test_a_card_answers_where_it_is_not(device):
         sagebwd.explain(q, q, q, device="GTX 970")
 
 
+def test_a_card_that_is_not_here_may_have_peers(monkeypatch):
+    """Regression: `mixed` ran, beside a FlashAttention-4 that took less, without a word."""
+    known = {"a card": ()}
+    monkeypatch.setattr(model, "of_this_project", lambda: known)
+    q = torch.empty(2, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
+
+    def why(**more):
+        known["a card"] = (times(FASTER, **more),)
+        dispatch.times_of.cache_clear()
+        found = sagebwd.explain(q, q, q, is_causal=True, device="a card")
+        assert found[:2] == ("mixed", "hopper")
+        return found.why
+
+    both = why(fa4=(0, 0, 0.1, 0.2), fa3=(0, 0, 0.1, 0.1))
+    assert "; FlashAttention-4 runs it where it is installed; FlashAttention-3 runs it where it is installed" in both
+    assert why(fa4=(0, 0, 0.1, 0.1), fa3=(0, 0, 0.1, 0.2)).endswith("; FlashAttention-4 runs it where it is installed")
+    assert why(fa4=(0, 0, 4, 4)).endswith("FlashAttention-4 1.08, by some timings")
+    dispatch.times_of.cache_clear()
+
+
 def test_explain_on_a_cpu_runs_nothing(monkeypatch):
     monkeypatch.setattr(dispatch, "forward", None)
     q = torch.randn(3, 20, 300)
@@ -160,6 +180,9 @@ def test_arguments_are_those_of_the_function_that_is_explained(explain, attentio
     *given, card = [(x.name, x.kind, x.default) for x in of_internal.values()]
     assert [(x.name, x.kind, x.default) for x in of_function.values()] == given
     assert card[0] == "card"
+    *shown, device = inspect.signature(explain).parameters.values()
+    assert shown == list(of_function.values())
+    assert (device.name, device.default) == ("device", None)
 
 
 def test_the_summary_counts_calls_by_what_ran(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+import threading
 import types
 import warnings
 
@@ -50,7 +51,7 @@ class Flash(torch.autograd.Function):
 def install(monkeypatch):
     """Put a stand-in of a peer into sys.modules; what it was called with is what it returns.
 
-    fails: an error of all calls, or a list with one, or None, for each.
+    fails: an error of all calls, or a list with one, or None, for each of the first.
     """
     peers.module_of.cache_clear()
     PLANS.clear()
@@ -61,7 +62,7 @@ def install(monkeypatch):
 
         def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=None):
             calls.append({"shape": tuple(q.shape), "causal": causal, "window": window_size, "scale": softmax_scale})
-            error = fails.pop(0) if isinstance(fails, list) else fails
+            error = (fails.pop(0) if fails else None) if isinstance(fails, list) else fails
             if error is not None:
                 raise error
             out = Flash.apply(q, k, v, causal, softmax_scale)
@@ -272,7 +273,7 @@ def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, m
     sage_attention(q, k, v, enable_gqa=True, window=(5, 3), is_causal=True)
     assert [(call["causal"], call["window"]) for call in calls] == [(False, (5, 3)), (True, (5, 0))]
     packed, offsets = torch.randn(20, 4, 128).bfloat16(), torch.tensor([0, 8, 20], dtype=torch.int32)
-    run = torch_attention.settled_packed(FA4, (12, 12), True, (-1, -1), 0.3, None)
+    run = torch_attention.settled_packed(FA4, packed, packed, (12, 12), True, (-1, -1), 0.3, None)
     assert torch.equal(run(packed, packed[:, :2], packed[:, :2], None, offsets, offsets), packed)
     assert calls[-1].pop("cu_seqlens_q") is calls[-1].pop("cu_seqlens_k")
     assert calls[-1] == {
@@ -284,7 +285,7 @@ def test_a_packed_call_that_is_handed_over_has_a_plan(monkeypatch):
     """Regression: each one asked all again."""
     asked = []
     monkeypatch.setattr(dispatch, "contender_of", lambda *given: asked.append(given) or TORCH)
-    monkeypatch.setattr(torch_attention, "packed", lambda query, *rest: query)
+    monkeypatch.setattr(torch_attention, "_packed", lambda *_: lambda query, *rest: query)
     x, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     PLANS.clear()
     for _ in range(3):
@@ -471,6 +472,37 @@ def test_what_is_absent_is_not_imported(monkeypatch, tmp_path, install):
     assert peers.module_of(FA4) is None
 
 
+def test_a_refusal_counts_for_the_strides_that_were_refused(measured, install, on_cpu):
+    """Regression: one call that lay oddly turned the peer off for all of its shapes."""
+    calls = install(FA4, [ValueError("these strides")])
+    measured += [times(SLOWER, **{FA4: BEST})]
+    tensors = [x.detach() for x in draw()]
+    laid_out = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    with pytest.warns(UserWarning, match="these strides"):
+        exact = sage_attention(*laid_out, is_causal=True, enable_gqa=True)
+    calls.clear()
+    for given, ran in ((laid_out, 0), (tensors, 1), (laid_out, 1)):
+        assert relative_l2(sage_attention(*given, is_causal=True, enable_gqa=True), exact) < 0.02
+        assert len(calls) == ran
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_peer_gets_a_scale_over_0(scale, refuses, measured, install, on_cpu):
+    """Regression: NaN. Who runs what it refuses gets the call as it was."""
+    calls = install(FA4, ValueError("no") if refuses else None)
+    measured += [times(SLOWER, direction=TRAINING, **{FA4: BEST})]
+    tensors = draw()
+    exact = sage_attention(*tensors, is_causal=True, enable_gqa=True, scale=scale, recipe="full")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = sage_attention(*tensors, is_causal=True, enable_gqa=True, scale=scale)
+    assert calls[0]["scale"] > 0
+    found, wanted = (torch.autograd.grad(x.float().sin().sum(), tensors) for x in (out, exact))
+    for one, other in zip((out, *found), (exact, *wanted)):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
 def test_which_peers_there_are_is_a_fact_of_a_rank(measured, install):
     assert dispatch.facts_of(ASK.device)["peers"] == "none"
     install(FA3), install(FA4)
@@ -500,6 +532,21 @@ def test_torchs_order_of_backends_is_as_it_was(monkeypatch):
     run = torch_attention.settled("cudnn", way, *tensors, None, 0.1, None)
     exact = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.1, enable_gqa=True)
     assert torch.equal(run(*tensors, None), exact), "a CPU has no cuDNN"
+
+
+def test_a_call_keeps_the_order_of_backends_that_it_found(monkeypatch):
+    """Regression: where another thread had put its backend first, a call ran while that was taken back."""
+    order, entered = torch._C._get_sdp_priority_order(), threading.Event()
+
+    def meanwhile():
+        thread = threading.Thread(target=torch_attention.preferring, args=(order[1], entered.set))
+        thread.start()
+        return thread, entered.wait(0.1)
+
+    thread, has_run = torch_attention.preferring(order[1], meanwhile)
+    thread.join()
+    assert not has_run
+    assert entered.is_set()
 
 
 @pytest.mark.parametrize(("tokens", "ran"), [(64, "full on reference"), (62, "full precision on torch")])

@@ -70,15 +70,21 @@ def test_without_a_gpu_nothing_is_measured(command):
         assert "--measure times a GPU, got device cpu; without a GPU recipe 'auto' runs torch's attention" in err
 
 
-@pytest.mark.parametrize(("recipe", "who"), [("auto", "torch's scaled_dot_product_attention"), ("token", "refused")])
-def test_doctor_says_of_a_wide_head_that_nothing_here_runs_it(command, recipe, who):
-    """Regression: it said that the reference runs it, and then exited with code 2."""
-    code, out, err = command("doctor", "--device", "cpu", "--head-dim", 512, "--recipe", recipe)
-    assert (code, err) == (1, "")
+@pytest.mark.parametrize(
+    ("recipe", "expected", "said"),
+    [
+        ("auto", 0, "No kernel takes this call: recipe auto runs torch's own attention"),
+        ("token", 1, "No implementation takes this call: it is refused"),
+    ],
+)
+def test_doctor_says_who_runs_a_wide_head(recipe, expected, said, command):
+    """Regression: exit code 1 for what runs, and before, that the reference runs it."""
+    code, out, _ = command("doctor", "--device", "cpu", "--head-dim", 512, "--recipe", recipe)
+    assert code == expected
     assert "runs it:" not in out
     assert out.count("head_dim 512 is not supported; accepted: 1 to 256") == len(IMPLEMENTATIONS)
-    assert "No implementation takes this call" in out
-    assert who in out
+    assert said in out
+    assert ("self-test PASS: relative L2 to torch in FP64 at most" in out) is (recipe == "auto")
 
 
 @pytest.mark.parametrize(

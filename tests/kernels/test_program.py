@@ -1,8 +1,12 @@
 """Programs: described once, the same launches on the same pieces of memory whatever addresses tensors have."""
 
 import ctypes
+import logging
+import os
 import time
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -11,8 +15,11 @@ from torch import Tensor
 
 program = pytest.importorskip("sagebwd.kernels.runtime.program")
 launchers = pytest.importorskip("sagebwd.kernels.runtime.launchers")
+from sagebwd import environment  # noqa: E402
 from sagebwd.cache import PLANS, Cache  # noqa: E402
 from tests.threads import at_once  # noqa: E402
+
+compiled_by_triton = program.compiled
 
 
 class Kernel:
@@ -377,3 +384,44 @@ def test_threads_share_a_cache():
 
     at_once(work, (1, 2, 3, 5))
     assert len(cache) <= 8
+
+
+@pytest.mark.parametrize("nowhere", ["/proc/1/nowhere", "file/nowhere"])
+def test_where_triton_keeps_nothing_a_process_has_its_own(nowhere, monkeypatch, tmp_path, caplog):
+    """Regression: of a user whose home cannot be made every call of a kernel raised FileNotFoundError."""
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    def run(key, grid, warmup):
+        return SimpleNamespace(run=FileCacheManager(key).put(b"code", "kernel.cubin"))
+
+    kernel = program.JITFunction.__new__(program.JITFunction)
+    kernel.run = run
+    (tmp_path / "file").touch()
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / nowhere)
+        monkeypatch.setattr(environment, "_unwritable", set())
+        monkeypatch.setattr(program, "_told", set())
+        monkeypatch.setattr(program, "COMPILING_SECONDS", 0)
+        with caplog.at_level(logging.WARNING, "sagebwd"):
+            found = [compiled_by_triton(kernel, (1,), (key,), {}) for key in ("one", "other")]
+    for compiled in found:
+        assert Path(compiled.run).is_relative_to(environment.folder_of_process(os.getpid()))
+        assert Path(compiled.run).read_bytes() == b"code"
+    (said,) = caplog.messages
+    for part in (f"{tmp_path / nowhere} cannot be written (", "set TRITON_CACHE_DIR to one"):
+        assert part in said
+
+
+def test_an_error_that_is_not_of_tritons_folder_is_raised(tmp_path):
+    from triton import knobs
+
+    def run(grid, warmup):
+        raise FileNotFoundError("no compiler")
+
+    kernel = program.JITFunction.__new__(program.JITFunction)
+    kernel.run = run
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        with pytest.raises(FileNotFoundError, match="no compiler"):
+            compiled_by_triton(kernel, (1,), (), {})

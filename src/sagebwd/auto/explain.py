@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.arguments import choice_of, packed_choice_of
+from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import agreement, model, peers
 from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
@@ -49,47 +50,52 @@ class Explanation(NamedTuple):
         return line if self.digest is None else f"{line}\n{digest_line(self.digest)}"
 
 
-def explain(
-    query: Tensor, key: Tensor, value: Tensor, *arguments: object, device: str | None = None, **options: object
-) -> Explanation:
+def _with_arguments_of(attention: Callable) -> Callable[[Callable], Callable]:
+    """Give a function the signature of one of the public functions, with ``device`` at its end."""
+    of = inspect.signature(attention)
+    device = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+
+    def given(explains: Callable) -> Callable:
+        explains.__signature__ = of.replace(
+            parameters=[*of.parameters.values(), device], return_annotation=Explanation.__name__
+        )
+        return explains
+
+    return given
+
+
+@_with_arguments_of(sage_attention)
+def explain(*arguments: object, **options: object) -> Explanation:
     """What `sage_attention` would run for the same arguments, and why; nothing runs.
 
     A call counts as one of training where an input requires a gradient and gradients are enabled. ``device`` names a
     card that this project has timed, such as "NVIDIA H100 80GB HBM3": the answer is that card's with all of the
-    extras, without a GPU, and tensors may be on any device, meta too. Raises what `sage_attention` raises for the
-    arguments, and ValueError for a card that was not timed.
+    extras and neither FlashAttention-4 nor -3, of which the sentence says where they would be faster. It needs no GPU,
+    and tensors may be on any device, meta too. Raises what `sage_attention` raises for the arguments, and ValueError
+    for a card that was not timed.
     """
-    _check("explain", choice_of, query, key, value, *arguments, **options)
-    _check_card(device)
-    choice, checked = choice_of(query, key, value, *arguments, card=device, **options)
-    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO), device)
+    return _explained(explain, choice_of, arguments, options)
 
 
-def explain_varlen(
-    query: Tensor, key: Tensor, value: Tensor, *arguments: object, device: str | None = None, **options: object
-) -> Explanation:
+@_with_arguments_of(sage_attention_varlen)
+def explain_varlen(*arguments: object, **options: object) -> Explanation:
     """The same of `sage_attention_varlen`."""
-    _check("explain_varlen", packed_choice_of, query, key, value, *arguments, **options)
-    _check_card(device)
-    choice, checked = packed_choice_of(query, key, value, *arguments, card=device, **options)
-    return explained(choice, checked.ask, checked.size, options.get("recipe", AUTO), device)
+    return _explained(explain_varlen, packed_choice_of, arguments, options)
 
 
-def _check_card(card: str | None) -> None:
-    """Raises ValueError for a card that this project has not timed; None is the device's own."""
+def _explained(asked: Callable, choice_of: Callable, arguments: tuple, options: dict[str, object]) -> Explanation:
+    """What a function that was ``asked`` returns: of choice_of's answer."""
+    signature = inspect.signature(asked)
+    try:
+        given = signature.bind(*arguments, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{asked.__name__}: {error}; accepted: {', '.join(signature.parameters)}") from None
+    card = given.pop("device", None)
     known = model.of_this_project()
     if card is not None and card not in known:
         raise ValueError(f"device={card!r} was not timed; accepted: {', '.join(map(repr, known))}")
-
-
-def _check(name: str, function: Callable, *arguments: object, **options: object) -> None:
-    """Raises TypeError for arguments that one of the public functions does not take, whose ``function`` has."""
-    signature = inspect.signature(function)
-    accepted = [parameter for name, parameter in signature.parameters.items() if name != "card"]
-    try:
-        signature.replace(parameters=accepted).bind(*arguments, **options)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}; accepted: {', '.join(x.name for x in accepted)}, device") from None
+    choice, checked = choice_of(**given, card=card)
+    return explained(choice, checked.ask, checked.size, given.get("recipe", AUTO), card)
 
 
 def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str | None = None) -> Explanation:
@@ -155,15 +161,22 @@ def _compared(choice: Choice, times: Times, size: Size) -> str:
 
 
 def _other_peers(choice: Choice, ask: Ask, size: Size, times: Times, card: str | None) -> str:
-    """Why peers that were timed, or that are installed, do not run a call, where that is not by their times."""
-    told = []
+    """Why peers that were timed, or that are installed, do not run a call, where that is not by their times.
+
+    On a card of a name, which run it where they are installed.
+    """
+    told, (low_ms, full_ms) = [], times.ms(size)
+    low_ms = math.inf if low_ms is None else low_ms * (1 + model.MARGIN / 100)
+    taken = full_ms.get(choice.contender, math.inf) if choice.contender else low_ms
     for peer in PEERS:
         timed = peer in times.full
         if choice.contender == peer or not (timed or (card is None and peers.module_of(peer))):
             continue
-        why = "is asked on the GPU itself alone" if card is not None else dispatch.why_not(peer, ask, times)
+        why = dispatch.why_not(peer, ask, times, card)
         if why is None and not peers.fits(ask.kind, size):
             why = "has no such mask"
+        if why is None and card is not None and full_ms[peer] < taken:
+            why, taken = "runs it where it is installed", full_ms[peer]
         if why is not None:
             told.append(f"; {NAMES[peer]} {why}")
     if CUDNN in times.full and size.by_torch and dispatch.is_wrong(CUDNN, ask, size):

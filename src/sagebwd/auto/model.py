@@ -277,11 +277,11 @@ def _checked(content: object) -> list[dict]:
 
 
 def _is_count(x: object) -> bool:
-    return type(x) is int and x > 0
+    return type(x) is int and 0 < x <= _MOST
 
 
 def _is_time(x: object) -> bool:
-    return x is None or (type(x) in (int, float) and x > 0)
+    return x is None or (type(x) in (int, float) and _SHORTEST_MS <= x <= _LONGEST_MS)
 
 
 def _are_times(others: object) -> bool:
@@ -291,15 +291,18 @@ def _are_times(others: object) -> bool:
     return all(_is_time(x) or (isinstance(x, list) and len(x) == 2 and all(map(_is_time, x))) for x in others.values())
 
 
+# What a call can have, and what a clock can give: numbers that a fit can square.
+_MOST, _SHORTEST_MS, _LONGEST_MS = (1 << 31) - 1, 1e-6, 1e9
+_COUNT, _TIME = f"an integer from 1 to {_MOST}", f"a number from {_SHORTEST_MS:g} to {_LONGEST_MS:g} or null"
 # What `sagebwd.auto.fit` reads of a row, which values it takes and what these are called.
 _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("head_dim", "value_dim", "batch", "heads", "tokens"), (_is_count, "an integer, at least 1")),
+    **dict.fromkeys(("head_dim", "value_dim", "batch", "heads", "tokens"), (_is_count, _COUNT)),
     "direction": (DIRECTIONS.__contains__, f"one of {', '.join(DIRECTIONS)}"),
     "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
     **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
-    **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, "a positive number or null")),
-    "kv_heads": (_is_count, "an integer, at least 1"),
-    **dict.fromkeys(("kv_tokens", "width"), (lambda x: x in (0, None) or _is_count(x), "an integer or null")),
+    **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, _TIME)),
+    "kv_heads": (_is_count, _COUNT),
+    **dict.fromkeys(("kv_tokens", "width"), (lambda x: x in (0, None) or _is_count(x), f"{_COUNT}, 0 or null")),
     "picked": (lambda x: isinstance(x, str), "a text"),
 }
 # Those that older files lack.

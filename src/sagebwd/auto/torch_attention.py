@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto import peers
+from sagebwd.auto import operands, peers
 from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS
 from sagebwd.auto.counts import TORCH, counts, handed_over
@@ -94,7 +94,9 @@ def way_of(
 
 def dense(way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The output; mask (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), boolean or additive."""
-    return _dense(way, query.shape[1] != key.shape[1], scale)(query, key, value, mask)
+    factor, scale = operands.over_zero(scale)
+    run = _dense(way, query.shape[1] != key.shape[1], scale)
+    return operands.traced(run, query, key, value, mask, factor=factor)
 
 
 def _dense(way: Way, grouped: bool, scale: float, bias: BandBias | None = None) -> Callable[..., Tensor]:
@@ -108,11 +110,11 @@ def _dense(way: Way, grouped: bool, scale: float, bias: BandBias | None = None) 
         if keys is not None:
             key, value = key[:, :, :keys], value[:, :, :keys]
         if bias is not None:
-            mask = bias.made(query)
-        elif band is not None:
+            return _sdpa(query, key, value, bias.made(query), dropout_p, **options)
+        if band is not None:
             mask = _banded(band, query, key, mask)
         if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)
+            mask = operands.bias_in_place(mask.to(query.dtype))
         return _sdpa(query, key, value, mask, dropout_p, **options)
 
     return run
@@ -182,26 +184,28 @@ def settled(
     """
     grouped = query.shape[1] != key.shape[1]
     has_bias = way.band is not None and mask is None
+    factor, scale = operands.over_zero(scale)
     run = _dense(way, grouped, scale, BandBias.of(way.band, query.shape[2], key.shape[2]) if has_bias else None)
     if contender in BACKENDS:
         with suppress(RuntimeError):  # of no backend at all, which the call itself says
             # a first choice sets the order that this GPU has, which a call with another order would undo
             torch._fused_sdp_choice(query, key, value, enable_gqa=grouped)
-        return partial(preferring, int(BACKENDS[contender]), run)
+        run = partial(preferring, int(BACKENDS[contender]), run)
+    run = operands.placed(run, query, value, factor)
     if contender not in PEERS:
         return run
     band = way.band or Band()
     window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
     theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
-    return _unless_refused(contender, theirs, instead, run)
+    return _unless_refused(contender, operands.placed(theirs, query, value, factor), instead, run)
 
 
 def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
     """A call with a backend first in torch's order, which is as it was when it returns."""
-    if torch._C._get_sdp_priority_order()[0] == backend:
-        return run(*given)
     with _order:
         order = torch._C._get_sdp_priority_order()
+        if order[0] == backend:
+            return run(*given)
         torch._C._set_sdp_priority_order([backend, *(x for x in order if x != backend)])
         try:
             return run(*given)
@@ -214,11 +218,11 @@ def _unless_refused(
 ) -> Callable[..., Tensor]:
     """A peer's call; ``instead``'s or torch's, with a warning, where the peer raises an error.
 
-    A refusal is the peer's answer to the call's specification, and is kept for calls equal to it. An error of the
-    machine (`_is_of_the_machine`) counts for the one call: the next asks the peer again. Out of memory is raised, and
-    so is the exception by which activation checkpointing ends a recomputation.
+    A refusal is the peer's answer to the call's specification and strides, and is kept for calls equal to it. An
+    error of the machine (`_is_of_the_machine`) counts for the one call: the next asks the peer again. Out of memory is
+    raised, and so is the exception by which activation checkpointing ends a recomputation.
     """
-    refused = False
+    refused: set[tuple[tuple[int, ...], ...]] = set()
 
     def others(*given: Tensor | None) -> Tensor:
         counts[handed_over(peer)] -= 1  # which the plan has counted
@@ -228,9 +232,9 @@ def _unless_refused(
         return by_torch(*given)
 
     def run(*given: Tensor | None) -> Tensor:
-        nonlocal refused
         q, k, v = given[:3]
-        if refused or _stands_for_others(q) or _stands_for_others(k) or _stands_for_others(v):
+        known = refused and (q.stride(), k.stride(), v.stride()) in refused
+        if known or _stands_for_others(q) or _stands_for_others(k) or _stands_for_others(v):
             return others(*given)
         try:
             with device_of(given[0]):
@@ -240,10 +244,10 @@ def _unless_refused(
         except Exception as error:  # a compiler of another project raises what it likes
             if type(error).__module__ == _RECOMPUTES:
                 raise
-            refused = not _is_of_the_machine(error)
-            what = "take a call that recipe='auto' chose it for, so others run such calls"
-            if not refused:
-                what = "run this call, so others do; the next one asks it again"
+            what = "run this call, so others do; the next one asks it again"
+            if not _is_of_the_machine(error):
+                refused.add((q.stride(), k.stride(), v.stride()))
+                what = "take a call that recipe='auto' chose it for, so others run such calls"
             warnings.warn(f"sagebwd: {NAMES[peer]} does not {what}: {type(error).__name__}: {error}", stacklevel=4)
             return others(*given)
 
@@ -290,25 +294,35 @@ def packed(
 
     Its causal masks and windows are aligned bottom right, as ours.
     """
+    factor, scale = operands.over_zero(scale)
+    run = _packed(longest, is_causal, window, scale)
+    return operands.traced(run, query, key, value, None, *offsets, factor=factor)
+
+
+def _packed(longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float) -> Callable[..., Tensor]:
+    """`packed` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     seen = (window[0], 0 if is_causal else window[1])
-    return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=seen, **grouped)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor) -> Tensor:
+        grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+        return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=seen, **grouped)
+
+    return run
 
 
 def settled_packed(
-    contender: str, longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float,
-    instead: Callable[..., Tensor] | None,
+    contender: str, query: Tensor, value: Tensor, longest: tuple[int, int], is_causal: bool, window: tuple[int, int],
+    scale: float, instead: Callable[..., Tensor] | None,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """`packed` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k) by a contender, as `settled`."""
-
-    def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor) -> Tensor:
-        return packed(query, key, value, offsets, longest, is_causal, window, scale)
-
+    factor, scale = operands.over_zero(scale)
+    run = operands.placed(_packed(longest, is_causal, window, scale), query, value, factor)
     if contender not in PEERS:
         return run
     theirs = peers.packed(contender, longest, is_causal, window, scale)
-    return _unless_refused(
-        contender, lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), instead, run
+    given = operands.placed(
+        lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), query, value, factor
     )
+    return _unless_refused(contender, given, instead, run)

@@ -61,7 +61,7 @@ def doctor(
     output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
-    """What runs here and why, and a self-test. Exit code 1 where no kernel runs."""
+    """What runs here and why, and a self-test. Exit code 1 where no kernel runs what one could."""
     import torch
 
     from sagebwd.cli import doctor as examination
@@ -96,18 +96,20 @@ def doctor(
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
         timings.show(device)
-    if any(answer.chosen for answer in found):
-        with progress() as tell:
-            tell("self-test")
-            error = examination.self_test(*call, parsed)
-        passed = error < 0.03
-        console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to the reference at most {error:.4f}")
-        if not passed:
-            raise typer.Exit(1)
-    else:
-        runs = "torch's scaled_dot_product_attention runs it" if recipe == AUTO else "it is refused"
-        console.print(f"No implementation takes this call: {runs}.")
+    by_torch = examination.is_torchs(*call, recipe)
+    if not (by_torch or any(answer.chosen for answer in found)):
+        console.print("No implementation takes this call: it is refused.")
         raise typer.Exit(1)
+    with progress() as tell:
+        tell("self-test")
+        error = examination.self_test_of_torch(*call) if by_torch else examination.self_test(*call, parsed)
+    passed, held_to = error < 0.03, "torch in FP64" if by_torch else "the reference"
+    console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to {held_to} at most {error:.4f}")
+    if not passed:
+        raise typer.Exit(1)
+    if by_torch:
+        console.print("No kernel takes this call: recipe auto runs torch's own attention, in full precision.")
+        return
     if not any(answer.chosen and answer.impl != "reference" for answer in found):
         who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"
         console.print(f"No kernel runs here: {who} the reference, which is right and slow.")

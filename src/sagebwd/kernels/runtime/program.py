@@ -13,14 +13,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
+from sagebwd.environment import writable
 from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.device import clear, current_stream
 from sagebwd.kernels.runtime.ffi import Function
@@ -34,6 +37,9 @@ from sagebwd.kernels.runtime.launchers import (
     TritonLauncher,
 )
 
+# By which a user names Triton's folder of compiled kernels.
+TRITON_CACHE_DIR, TRITONS = "TRITON_CACHE_DIR", "Triton's"
+T = TypeVar("T")
 # A launch that takes longer than this on the host is one that compiles.
 COMPILING_SECONDS = 0.5
 # Compilers that were announced.
@@ -82,8 +88,11 @@ def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         device = tensors[0].device
         kernel.laid_out(grid, arguments, device).start([x.data_ptr() for x in tensors], current_stream(device))
         return
-    with _loading if isinstance(kernel, JITFunction) else nullcontext():
+    if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **options)
+        return
+    with _loading:
+        _cached(lambda: kernel[grid](*arguments, **options))
 
 
 def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
@@ -93,12 +102,34 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict
     if not isinstance(kernel, JITFunction):
         return None
     began = time.perf_counter()
-    with _loading:
+
+    def loaded() -> Any:
         found = kernel.run(*arguments, grid=grid, warmup=True, **options)
         found.run  # noqa: B018 (loads it, which raises OutOfResources where it does not fit)
+        return found
+
+    with _loading:
+        found = _cached(loaded)
     if time.perf_counter() - began > COMPILING_SECONDS:
-        say_what_takes_long("Triton's", "~/.triton/cache (TRITON_CACHE_DIR)")
+        say_what_takes_long(TRITONS, f"{triton.knobs.cache.dir} ({TRITON_CACHE_DIR})")
     return found
+
+
+def _cached(run: Callable[[], T]) -> T:
+    """What Triton gives; where its folder of compiled kernels cannot be written, with a warning, by another.
+
+    That is asked when it fails: a folder that cannot be written may have all that is needed.
+    """
+    try:
+        return run()
+    except OSError:
+        folder = Path(triton.knobs.cache.dir)
+        other = writable(folder, TRITON_CACHE_DIR)
+        if other == folder:
+            raise
+        triton.knobs.cache.dir = str(other)
+        _told.add(TRITONS)  # by that warning: no later process finds anything
+        return run()
 
 
 def is_described() -> bool:

@@ -1,0 +1,165 @@
+"""What those who run a call in full precision are given: operands where their kernels read them right, a scale over 0.
+
+On a GPU torch's cuDNN gives NaN or numbers of 1e17 where q, k or v has rows that begin at no multiple of 16 bytes, and
+its FlashAttention-2 raises (torch 2.11, H200); a peer may refuse them. So they are copied, and so is dO on its way
+back. Kernels that take the maximum of scores before they scale them overflow under a scale below 0, and under a mask
+0 times -inf is NaN, on a CPU too. So Q takes the sign: -Q and a scale of 1 are Q and a scale of -1, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from sagebwd.cache import TAKEN
+from sagebwd.call import empty_like_rows
+
+# Devices on which torch reads tensors wherever they lie.
+ANYWHERE = ("cpu", "meta")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_LIBRARY = torch.library.Library("sagebwd", "FRAGMENT")
+
+
+def over_zero(scale: float) -> tuple[float | None, float]:
+    """A factor of Q, None for 1, and a scale over 0, which together stand for a scale."""
+    least = 2.0**-126  # less is 0 in FP32; as a global, a symbol in a trace with dynamic=True, which is made twice
+    if scale >= least:
+        return None, scale
+    return (-1.0, -scale) if scale <= -least else (0.0, 1.0)
+
+
+def is_looked_at(x: Tensor) -> bool:
+    """Whether it matters where a tensor's rows begin: torch fills up those of other widths, which copies them."""
+    return x.device.type not in ANYWHERE and x.shape[-1] * x.itemsize % TAKEN == 0
+
+
+def is_in_place(x: Tensor, begin: int, *, rows: bool = True) -> bool:
+    """Whether a tensor is dense along its last dimension from multiples of 16 bytes on; begin: its first byte.
+
+    rows: whether all of its rows have to begin there.
+    """
+    *outer, last = x.stride()
+    return last == 1 and begin % TAKEN == 0 and not (rows and any(s * x.itemsize % TAKEN for s in outer))
+
+
+def _are_dense_in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """`is_in_place` of three tensors of four dimensions and one dtype, in half a microsecond."""
+    a, b, c, q_last = q.stride()
+    d, e, f, k_last = k.stride()
+    g, h, i, v_last = v.stride()
+    begin, rows = q.data_ptr() | k.data_ptr() | v.data_ptr(), (a | b | c | d | e | f | g | h | i) * q.itemsize
+    return not (begin | rows) % TAKEN and q_last == k_last == v_last == 1
+
+
+def _are_packed_in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The same of three dimensions."""
+    a, b, q_last = q.stride()
+    c, d, k_last = k.stride()
+    e, f, v_last = v.stride()
+    begin, rows = q.data_ptr() | k.data_ptr() | v.data_ptr(), (a | b | c | d | e | f) * q.itemsize
+    return not (begin | rows) % TAKEN and q_last == k_last == v_last == 1
+
+
+def moved(x: Tensor) -> Tensor:
+    """A copy in place."""
+    return empty_like_rows(x).copy_(x)
+
+
+def placed(run: Callable[..., Tensor], query: Tensor, value: Tensor, factor: float | None) -> Callable[..., Tensor]:
+    """``run`` of (query, key, value, ...) that lie in any way, of a query times a factor.
+
+    query, value: of the dtypes, widths and device of all calls. Each call looks where its own lie.
+    """
+    looks = is_looked_at(query) or is_looked_at(value)
+    if factor is None and not looks:
+        return run
+    are_there = _are_dense_in_place if query.dim() == 4 else _are_packed_in_place
+
+    def given(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor:
+        if factor is not None:
+            query = query * factor
+        if not looks:
+            return run(query, key, value, *rest)
+        if not are_there(query, key, value):
+            query, key, value = (in_place(x) if is_looked_at(x) else x for x in (query, key, value))
+        out = run(query, key, value, *rest)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(_all_in_place)  # dO
+        return out
+
+    return given
+
+
+def _all_in_place(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(x if x is None or not is_looked_at(x) else in_place(x) for x in gradients)
+
+
+def traced(
+    run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None, factor: float | None
+) -> Tensor:
+    """``run(query, key, value, ...)`` as `placed`, once and for tensors of any kind, which a trace may hold."""
+    if factor is not None:
+        query = query * factor
+    query, key, value = (in_place(x) if is_looked_at(x) else x for x in (query, key, value))
+    out = run(query, key, value, *rest)
+    return _GradientInPlace.apply(out) if is_looked_at(value) and out.requires_grad else out
+
+
+class _GradientInPlace(torch.autograd.Function):
+    """An output as it is; a trace knows no hooks."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, do):
+        return in_place(do)
+
+
+def bias_in_place(bias: Tensor) -> Tensor:
+    """A floating point mask that torch reads as it lies, whose rows may have any stride."""
+    if bias.device.type in ANYWHERE or bias.shape[-1] == 1:
+        return bias
+    if 0 in bias.stride():  # of what is there again and again one is enough
+        bias = bias[tuple(slice(0, 1 if s == 0 else None) for s in bias.stride())]
+    return in_place(bias, rows=False)
+
+
+def in_place(x: Tensor, *, rows: bool = True) -> Tensor:
+    """x where `is_in_place`, else a copy."""
+    return torch.ops.sagebwd.in_place(x, rows) if torch.compiler.is_compiling() else _in_place(x, rows)
+
+
+def _in_place(x: Tensor, rows: bool = True) -> Tensor:
+    """In a trace by where a tensor begins in its storage, and copied by an operator.
+
+    torch.compile drops a clone that differs in its first byte alone.
+    """
+    is_plain = x.__class__ in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    begin = x.data_ptr() if is_plain else x.storage_offset() * x.itemsize
+    if is_in_place(x, begin, rows=rows):
+        return x
+    if is_plain:
+        return moved(x)
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        return torch.ops.sagebwd.moved(x)
+    return x.clone(memory_format=torch.contiguous_format)  # of another subclass, as DTensor, which lacks the operator
+
+
+# As torch's own ``contiguous``: a trace has what it calls in its place, which is nothing where x is in place.
+_LIBRARY.define("in_place(Tensor(a) x, bool rows=True) -> Tensor(a)")
+_LIBRARY.impl("in_place", _in_place, "CompositeImplicitAutograd")
+
+
+@torch.library.custom_op("sagebwd::moved", mutates_args=())
+def _moved(x: Tensor) -> Tensor:
+    return moved(x)
+
+
+_moved.register_fake(empty_like_rows)
+_moved.register_autograd(lambda ctx, do: do)
