@@ -61,9 +61,7 @@ def calls(monkeypatch):
 
         return run
 
-    rows = counted("rows", fusion.qk_norm_rope)
-    monkeypatch.setattr(fusion, "qk_norm_rope", rows)
-    monkeypatch.setattr(integration, "qk_norm_rope", rows)
+    monkeypatch.setattr(integration, "qk_norm_rope", counted("rows", integration.qk_norm_rope))
     whole = counted("whole", integration.qk_norm_rope_attention)
     monkeypatch.setattr(integration, "qk_norm_rope_attention", whole)
     return seen

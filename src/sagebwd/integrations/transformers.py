@@ -48,7 +48,7 @@ from sagebwd.integrations.transformers_masks import (
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_padding import watch_padding
-from sagebwd.integrations.transformers_settings import NAME, check_model, is_fused, settings_of
+from sagebwd.integrations.transformers_settings import NAME, check_model, settings_of
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
@@ -106,7 +106,6 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    norm_rope: dict[str, object] | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls.
@@ -114,7 +113,7 @@ def attention(
     Args: query (batch, heads, tokens, head_dim); key, value (batch, kv_heads, kv_tokens, head_dim); attention_mask,
     what the registered mask function gave, which alone says what is visible, as under SDPA: ``is_causal`` counts where
     it is None. s_aux, (heads,), the sinks of gpt-oss and others. cu_seq_lens_q and the like, offsets of packed
-    documents. norm_rope, of query and key that are not normalised and rotated yet, how (`transformers_fusion`).
+    documents. Under ``fuse`` module, query and key are the stand-ins of `transformers_fusion`.
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
@@ -122,11 +121,7 @@ def attention(
     ValueError for more than 256 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
-    if is_fused(getattr(module, "config", None)) and not fusion.follows(module):
-        raise NotImplementedError(
-            f"config.sagebwd: fuse is not supported for {type(module).__name__}, whose forward is not one that is "
-            "known; leave it out"
-        )
+    module, query, key, norm_rope = fusion.put_off(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if isinstance(attention_mask, Tensor) and hasattr(sys.modules.get(type(module).__module__), "BlockMask"):
