@@ -69,19 +69,22 @@ class _StandIn:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        refuse(self.layer, f"does more to {self.called} than norm and rotary embedding ({name})")
+        self._refuse(name)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
     ) -> NoReturn:
         given = next(x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, _StandIn))
-        refuse(given.layer, f"does more to {given.called} than norm and rotary embedding ({func.__name__})")
+        given._refuse(func.__name__)
+
+    def _refuse(self, operation: str) -> NoReturn:
+        refuse(self.layer, f"does more to {self.called} than norm and rotary embedding: {operation.strip('_')}")
 
 
 def _operator(name: str) -> Callable:
     def compute(self: _StandIn, *_: object) -> NoReturn:
-        refuse(self.layer, f"does more to {self.called} than norm and rotary embedding ({name})")
+        self._refuse(name)
 
     return compute
 
@@ -93,7 +96,7 @@ for _name in ("getitem", "neg", *(side + x for side in ("", "r") for x in ("add"
 class Table(_StandIn):
     """cos or sin, (batch or 1, tokens, R)."""
 
-    called = "cos and sin"
+    called = "cos or sin"
 
 
 class Rows(_StandIn):
@@ -103,7 +106,7 @@ class Rows(_StandIn):
     embedding, of which queries and keys share one, or None.
     """
 
-    called = "queries and keys"
+    called = "queries or keys"
 
     def __init__(
         self, layer: str, tensor: Tensor, norm: tuple[Tensor, float] | None = None,
@@ -137,8 +140,8 @@ class Layer:
 def refuse(layer: str, reason: str) -> NoReturn:
     """Raise NotImplementedError for a layer."""
     raise NotImplementedError(
-        f"config.sagebwd: fuse is not supported for {layer} of Transformers {transformers.__version__} (tested with "
-        f"{', '.join(TESTED)}): it {reason}; leave fuse out"
+        f"config.sagebwd: fuse is not supported for {layer}, which {reason}; leave fuse out (Transformers "
+        f"{transformers.__version__}; tested with {', '.join(TESTED)})"
     )
 
 
@@ -165,9 +168,7 @@ def put_off(
     """
     if not isinstance(module, Layer):
         if is_fused(getattr(module, "config", None)):
-            refuse(
-                type(module).__name__, "has a forward without position_embeddings, or that another library replaced"
-            )
+            refuse(type(module).__name__, "has a forward without position_embeddings, or another library's")
         return module, query, key, None
     module, name = module.module, type(module.module).__name__
     rows = [isinstance(x, Rows) for x in (query, key)]
