@@ -40,7 +40,6 @@ from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
 
 from sagebwd import dispatch
 from sagebwd.auto.model import CAUSAL, FULL, WINDOW, Size
@@ -48,8 +47,12 @@ from sagebwd.call import Ask
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.monitor_settings import Monitor
 from sagebwd.diagnostics.trace import SATURATED, Row, measure
+from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import NAME, settings
 from sagebwd.recipe import AUTO, Recipe
+
+with extra("diagnostics"):
+    from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
 PREFIX = "monitor/"

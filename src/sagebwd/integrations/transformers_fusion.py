@@ -21,14 +21,17 @@ from itertools import product
 from typing import NamedTuple, NoReturn
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import Cache, PreTrainedModel
 
+from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import is_fused
 from sagebwd.integrations.transformers_torch import say
 from sagebwd.reference.norm_rope import ROPES, norm_rope
+
+with extra("transformers"):
+    import transformers
+    from transformers import Cache, PreTrainedModel
 
 TESTED = "5.17", "5.23", "5.24"
 """Releases of Transformers that the tests have run with."""
