@@ -49,8 +49,8 @@ def test_every_door_names_its_extra():
 
 
 def test_a_package_that_is_too_old_is_named():
-    with pytest.raises(ImportError, match=r"cannot import name 'of_tomorrow' from 'json'.*pip install '\.\[lab\]'"):
-        with extra("lab"):
-            from json import of_tomorrow  # noqa: F401
-    with pytest.raises(ValueError, match="^as it is$"), extra("lab"):
+    said = r"cannot import name 'of_tomorrow' from 'json'.*pip install '\.\[lab\]'"
+    with pytest.raises(ImportError, match=said), extra("lab"):
+        from json import of_tomorrow  # noqa: F401
+    with pytest.raises(ValueError, match=r"^as it is$"), extra("lab"):
         raise ValueError("as it is")

@@ -236,7 +236,7 @@ def test_unsupported_calls_say_what_to_use(arguments, message):
 def test_no_window_may_be_said():
     """Regression: a TypeError."""
     integration.register("full", "reference")
-    outs = [cross_attention("sagebwd", **given) for given in ({}, {"attention_kwargs": {"window_size": None}})]
+    outs = [cross_attention("sagebwd", None, **given) for given in ({}, {"attention_kwargs": {"window_size": None}})]
     assert torch.equal(*outs)
 
 

@@ -71,8 +71,8 @@ _UNSUPPORTED = {
 # The caller's words for `sage_attention`'s arguments.
 _WORDS = {
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
-    "max_seqlen_k": "max_length_k", "attn_mask": "attention_mask", "scale=": "scaling=", "sinks: expected": "s_aux: expected",
-    "sinks: dtype": "s_aux: dtype",
+    "max_seqlen_k": "max_length_k", "attn_mask": "attention_mask", "scale=": "scaling=",
+    "sinks: expected": "s_aux: expected", "sinks: dtype": "s_aux: dtype",
 }  # fmt: skip
 _PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 _COMPILED_PACKING = (
