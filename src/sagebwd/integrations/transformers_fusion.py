@@ -211,7 +211,7 @@ def _install(layer_class: type[nn.Module]) -> None:
 
     @wraps(original)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if not is_fused(self.config):
+        if not is_fused(getattr(self, "config", None)):
             return original(self, *args, **kwargs)
         if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):  # which keeps rows
             if self.training and torch.is_grad_enabled():
