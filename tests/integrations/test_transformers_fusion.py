@@ -1,6 +1,6 @@
 """``config.sagebwd = {"fuse": True}``: the model that it was, within rounding."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -420,10 +420,19 @@ class Upper(Qwen3RMSNorm):
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon).reciprocal()
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta", "fake", "inference"])
+@contextmanager
+def of_16_bit():
+    """Where a model of BF16 weights is made."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta", "fake", "inference", "bfloat16"])
 def test_a_norm_is_known_by_its_numbers(where):
     """Wherever a model is made."""
     contexts = {"meta": torch.device("meta"), "fake": FakeTensorMode(), "inference": torch.inference_mode()}
+    contexts["bfloat16"] = of_16_bit()
     fusion.norm_of.cache_clear()
     with contexts.get(where, nullcontext()):
         assert fusion.norm_of(Qwen3RMSNorm) == fusion.Norm(False, "variance_epsilon")
@@ -431,6 +440,7 @@ def test_a_norm_is_known_by_its_numbers(where):
         assert fusion.norm_of(nn.RMSNorm) == fusion.Norm(False, "eps")
         for other in (nn.LayerNorm, nn.Linear, Flagged, Centred, Upper):
             assert fusion.norm_of(other) is None
+        assert set(fusion.rotations_of(modeling_llama.apply_rotary_pos_emb)) == {True}
 
 
 def test_a_rotary_embedding_is_known_by_its_numbers():

@@ -273,7 +273,7 @@ def norm_of(norm_class: type[nn.Module]) -> Norm | None:
         try:
             if norm_class is not nn.RMSNorm and len(inspect.signature(norm_class).parameters) != 2:
                 return None
-            norm = norm_class(_CHANNELS, eps=_EPS)
+            norm = norm_class(_CHANNELS, eps=_EPS).float()
             norm.weight.copy_(weight)
             made = norm.forward(x)
         except Exception:  # whatever a class does that is no norm
@@ -362,7 +362,8 @@ def _apart() -> Iterator[None]:
 
 
 def _numbers(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    # a model is made under its own default dtype
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def _is_close(found: object, wanted: Tensor) -> bool:
