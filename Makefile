@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NEWEST := .venv-newest
 # the triton of the GPUs that were timed: tests compare the machine code that it makes too
 TIMED_TRITON := 3.6.0
 SOURCES := src lab benchmarks tests tools examples
 
-.PHONY: demo test test-lab test-all test-rounding test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
+.PHONY: demo test test-lab test-all test-rounding test-newest test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "first run: pip installs what this needs into $(VENV), which takes minutes and prints nothing else"
@@ -38,6 +39,13 @@ test-rounding: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(BIN)/python -m pytest -n 2 -m "rounding and not gpu and not slow" -k "not compile" \
 		$$(grep -rl mark.rounding tests --include='test_*.py' --exclude-dir=lab)
+
+# The adapters with the newest Transformers and Diffusers that pyproject.toml accepts, installed in front of the tested
+# set each time. CI does not run it: what others release is no fault of a change.
+test-newest: $(INSTALLED)
+	$(BIN)/python -m tools.newest $(NEWEST)
+	$(NEWEST)/bin/python -m pytest -n 2 -m "not gpu and not slow" tests/integrations tests/diagnostics
+	$(NEWEST)/bin/python -m pytest -m "not gpu and not slow" tests/test_docs.py -k "integrations or qk-norm-rope or monitor"
 
 # The wheel and the sdist, built, looked into and run in a clean environment; no network needed.
 package: $(INSTALLED)
@@ -87,4 +95,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) runs build dist site
+	rm -rf $(VENV) $(NEWEST) runs build dist site

@@ -291,14 +291,13 @@ class Config(Settings):
         return self.optimisation.tokens_per_step // tokens
 
     def digest(self) -> str:
-        """A hash of all that changes the numbers: not the name, variants or cache, nor a monitor that only watches."""
+        """A hash of all that changes the numbers: not the name, variants, cache or monitor, which only watches."""
         content = self.numbers()
         del content["name"], content["variants"], content["data"]["cache"], content["logging"]["keep_checkpoints"]
+        del content["monitor"]
         del content["optimisation"]["sharding"], content["optimisation"]["keep_attention"]
         if self.model.value_dim is None:  # so that a run from before there was one goes on
             del content["model"]["value_dim"]
-        if self.monitor.precision == "fixed":
-            del content["monitor"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -139,7 +139,7 @@ def _attention_error(runs: list[Run]) -> str:
     if not found:
         return ""
     tensors = {"ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV", "o": "O"}
-    heading = ["variant", "recipe at the end", "layer", *tensors.values(), "dQ or dK, highest"]
+    heading = ["variant", "recipe", "layer", *tensors.values(), "dQ or dK, highest"]
     rows, notes = [], []
     for name, monitor in found.items():
         for index, layer in monitor["layers"].items():

@@ -87,20 +87,12 @@ def digest_after(config: Config, switched: list[dict[str, object]]) -> str:
 
 
 def _switched(config: Config, before: dict, switched: list[dict[str, object]], step: int) -> list[dict[str, object]]:
-    """``switched`` with the attention of ``before``, a config.yaml; none where more than attention is another.
-
-    Raises ValueError where checkpoints hold more of the attention than the config.
-    """
+    """``switched`` with the attention of ``before``, a config.yaml; none where more than attention is another."""
     attention = before["attention"]
     of_before = {"attention.fuse": False} | {f"attention.{name}": value for name, value in attention.items()}
     as_it_was = config.replace(of_before)
     if before["digest"] != digest_after(as_it_was, switched):
         return []
-    if config.monitor.precision == "auto":
-        raise ValueError(
-            "attention.recipe cannot change on --resume under monitor.precision=auto, whose checkpoints hold a recipe "
-            "for each layer; set monitor.precision=fixed from the start"
-        )
     return [*switched, {"until": step, **attention}]
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sagebwd.diagnostics.monitor import AttentionMonitor, Monitor
+from sagebwd import dispatch
+from sagebwd.auto import counts
+from sagebwd.diagnostics.capture import Captured
+from sagebwd.diagnostics.monitor import AttentionMonitor, Monitor, recipe_of
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_settings import settings
 
+TOKEN = {"recipe": "token", "impl": "reference"}
+CUDA = torch.device("cuda", 0)
 TOKENS = torch.randint(0, 64, (1, 48), generator=torch.Generator().manual_seed(0))
 
 
-def build(attention="sagebwd", sharp=1.0):
+def build(attention="sagebwd", sharp=1.0, sagebwd=TOKEN):
     """A tiny model, queries of whose second layer are ``sharp`` times as large."""
     register()
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, use_cache=False, sagebwd={"recipe": "token", "impl": "reference"},
+        max_position_embeddings=64, use_cache=False, **({} if sagebwd is None else {"sagebwd": sagebwd}),
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention)
@@ -58,17 +64,48 @@ def test_a_loop_is_watched_and_goes_on_as_without():
 
 
 @pytest.mark.filterwarnings("ignore:attention monitor")
-def test_recipes_move_in_a_loop_and_come_back_from_a_checkpoint():
-    model, chosen = build(), Monitor(every=1, layers=[0], threshold=1e-6, precision="auto", checks=1)
-    monitor = AttentionMonitor(TOKENS, chosen).watch(torch.compile(model, backend="eager"))
-    train(model, 1, monitor)
-    moved = settings(model.config, 0)["recipe"]
-    assert str(moved) != "token"
-    other = build()
-    resumed = AttentionMonitor(TOKENS, chosen).watch(other)
-    resumed.load_state_dict(monitor.state_dict())
-    assert settings(other.config, 0)["recipe"] == moved
+def test_counters_come_back_from_a_checkpoint():
+    """Also one of a version whose layers had more."""
+    chosen = Monitor(every=1, layers=[0], threshold=1e-6)
+    monitor = AttentionMonitor(TOKENS, chosen).watch(torch.compile(build(), backend="eager"))
+    train(monitor.model, 1, monitor)
+    state = monitor.state_dict()
+    state["layers"]["0"] |= {"base": "token", "above": 1}
+    resumed = AttentionMonitor(TOKENS, chosen).watch(build())
+    resumed.load_state_dict(state)
     assert (resumed.steps, resumed.layers) == (1, monitor.layers)
+    assert resumed.layers[0].warned
+
+
+@pytest.mark.filterwarnings("ignore:attention monitor")
+@pytest.mark.parametrize(("impl", "measured"), [(None, "full"), ("reference", "token")])
+def test_auto_stays_auto(tmp_path, impl, measured):
+    """Regression: a watched model ran a fixed recipe in place of "auto", and its saved config kept it."""
+    given = {} if impl is None else {"sagebwd": {"impl": impl}}
+    model, plain = build(sagebwd=given.get("sagebwd")), build(sagebwd=given.get("sagebwd"))
+    before = copy.deepcopy(model.config.to_dict())
+    monitor = AttentionMonitor(TOKENS, Monitor(every=1, threshold=1e-9)).watch(model)
+    torch_ran = counts.counts[counts.TORCH]
+    losses, _ = train(model, 2, monitor)
+    assert (counts.counts[counts.TORCH] > torch_ran) == (impl is None)
+    assert losses == train(plain, 2)[0]
+    assert [layer.recipe for layer in monitor.layers.values()] == [measured] * 2
+    model.save_pretrained(tmp_path)
+    assert LlamaConfig.from_pretrained(tmp_path).to_dict().get("sagebwd") == before.get("sagebwd")
+    assert settings(model.config, 0) == {"recipe": "auto", "impl": impl}
+
+
+@pytest.mark.parametrize("card", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_auto_is_measured_by_its_low_precision_on_a_card_that_was_timed(monkeypatch, card):
+    """And by full precision on one that was not, where torch runs every call."""
+    call = Captured(
+        0, *torch.zeros(4, 1, 2, 8, 64, dtype=torch.bfloat16), 0.125, True, None, (0, 1), (0, 1), 1
+    )  # fmt: skip
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda ask, size: choose(ask._replace(device=CUDA), size, card))
+    assert str(recipe_of(LlamaConfig(), call)) == "mixed"
+    monkeypatch.setattr(dispatch, "times_of", lambda *_: None)
+    assert str(recipe_of(LlamaConfig(), call)) == "full"
 
 
 @pytest.mark.filterwarnings("ignore:attention monitor")

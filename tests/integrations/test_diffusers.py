@@ -222,6 +222,7 @@ def test_grouped_heads_causal_and_scale():
         ({"attention_kwargs": {"return_lse": True}}, "return_lse=True.*sage_attention"),
         ({"attention_kwargs": {"return_attn_probs": True}}, "return_attn_probs=True"),
         ({"attention_kwargs": {"window_size": (4, 4)}}, r"window_size=\(4, 4\).*window="),
+        ({"attention_kwargs": {"window_size": (4, None)}}, r"window_size=\(4, None\).*window="),
         ({"attention_kwargs": {"softcap": 30.0}}, "softcap=30.0"),
         ({"attention_kwargs": {"deterministic": True}}, "deterministic=True.*sagebwd.switches"),
         ({"parallel_config": object()}, "_parallel_config=.*context parallelism"),
@@ -230,6 +231,13 @@ def test_grouped_heads_causal_and_scale():
 def test_unsupported_calls_say_what_to_use(arguments, message):
     with pytest.raises(NotImplementedError, match=message):
         cross_attention("sagebwd", arguments.pop("mask", None), **arguments)
+
+
+def test_no_window_may_be_said():
+    """Regression: a TypeError."""
+    integration.register("full", "reference")
+    outs = [cross_attention("sagebwd", None, **given) for given in ({}, {"attention_kwargs": {"window_size": None}})]
+    assert all(torch.equal(a, e) for a, e in zip(*outs))
 
 
 def test_every_argument_that_a_backend_of_diffusers_takes_is_named():

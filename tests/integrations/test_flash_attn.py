@@ -189,6 +189,11 @@ def test_other_refusals():
         flash_attn_func(q, k, v, window_size=3)
     with pytest.raises(ValueError, match=r"window_size=\(1.5, 0\)"):
         flash_attn_func(q, k, v, window_size=(1.5, 0))
+    for given in ({"softmax_scale": "x"}, {"causal": 3}):
+        with pytest.raises(TypeError, match=f"^{next(iter(given))}="):
+            flash_attn_func(*(torch.randn(1, 8, 2, 16) for _ in range(3)), **given)
+    with pytest.raises(ValueError, match=r"^k: head_dim 8 differs from q's 16"):
+        flash_attn_func(torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 8), torch.randn(1, 8, 2, 16))
     with pytest.raises(ValueError, match="batches of 2, 1 and 1"):
         flash_attn_func(q, k[:1], v[:1])
     with pytest.raises(ValueError, match="k: expected 4 dimensions"):

@@ -113,6 +113,10 @@ def test_wrong_arguments_are_refused():
         sageattn(q, k[0], v, "NHD", impl="reference")
     with pytest.raises(TypeError, match="v: expected a tensor, got NoneType"):
         sageattn(q, k, None, "NHD", impl="reference")
+    with pytest.raises(TypeError, match=r"^sm_scale='x' must be a number"):
+        sageattn(*(torch.randn(1, 2, 40, 16) for _ in range(3)), sm_scale="x")
+    with pytest.raises(ValueError, match=r"^k: head_dim 8 differs from q's 16"):
+        sageattn(torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 16))
     with pytest.raises(ValueError, match="3 heads do not divide"):
         sageattn(q, k[:, :3], v[:, :3], impl="reference")
 

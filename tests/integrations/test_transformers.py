@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AttentionInterface,
     AutoModel,
@@ -16,7 +17,6 @@ from transformers import (
     FalconConfig,
     Gemma4AudioConfig,
     Gemma4Config,
-    GPTJConfig,
     InformerConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -145,6 +145,59 @@ def test_sliding_window():
     expected, actual = (run(build("qwen3", choice, **window), ids, mask) for choice in ("sdpa", "full"))
     assert relative_l2(actual[0], expected[0]) < 1e-5
     assert relative_l2(actual[0], run(build("qwen3", "full"), ids, mask)[0]) > 0.01
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 80])
+def test_a_sliding_window_without_a_mask(window):
+    """As wrappers call that divide heads among processes (Ulysses), which cannot make one; 50 tokens see 50.
+
+    Regression: it was refused.
+    """
+    layer = build("llama", "full").model.layers[0].self_attn
+    q, k, v = (torch.randn(2, heads, 50, 16) for heads in (4, 2, 2))
+    out, _ = integration.attention(layer, q, k, v, None, sliding_window=window)
+    visible = torch.ones(50, 50, dtype=torch.bool).tril().triu(1 - window)
+    expected = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+    assert relative_l2(out, expected.transpose(1, 2)) < 1e-5
+    with pytest.raises(NotImplementedError, match=f"sliding_window={window} with 20 queries and 100 keys and without"):
+        integration.attention(
+            layer, q[:, :, :20], *(x.repeat(1, 1, 2, 1) for x in (k, v)), None, sliding_window=window
+        )
+
+
+OFFSETS = torch.tensor([0, 20, 50], dtype=torch.int32)
+PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 30, "max_length_k": 30}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"cu_seq_lens_k": None, "max_length_k": None},
+            ValueError,
+            "cu_seq_lens_q without cu_seq_lens_k, max_length_k: packed documents need cu_seq_lens_q",
+        ),
+        ({"cu_seq_lens_q": None}, ValueError, "cu_seq_lens_k without cu_seq_lens_q: packed documents need"),
+        ({"max_length_q": None}, ValueError, "cu_seq_lens_q and cu_seq_lens_k without max_length_q"),
+        ({"cu_seq_lens_q": [0, 20, 50]}, TypeError, "cu_seq_lens_q: expected an int32 tensor, got list"),
+        ({"cu_seq_lens_q": OFFSETS.long()}, ValueError, "^cu_seq_lens_q: expected int32 of shape"),
+        ({"cu_seq_lens_k": OFFSETS[:2]}, ValueError, "^cu_seq_lens_q and cu_seq_lens_k name 2 and 1 sequences"),
+        ({"max_length_q": 30.0}, TypeError, "^max_length_q=30.0 must be an integer"),
+        ({"max_length_q": 3}, ValueError, "^max_length_q=3 is less than the longest sequence, 30"),
+        ({"scaling": "half"}, TypeError, "^scaling='half' must be a number"),
+        ({"s_aux": torch.zeros(3)}, ValueError, r"^s_aux: expected shape \(4,\)"),
+        ({"s_aux": torch.zeros(4, dtype=torch.long)}, TypeError, "^s_aux: dtype"),
+        ({"attention_mask": torch.zeros(1, 1, 49, 50)}, ValueError, "^attention_mask: shape .* does not broadcast"),
+        ({"sliding_window": (8, 8)}, TypeError, r"^sliding_window=\(8, 8\) must be an integer"),
+        ({"sliding_window": 0}, ValueError, "^sliding_window=0 must be at least 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_callers_words(changes, error, message):
+    """Regression: a KeyError of offsets that lack a part, and names of `sage_attention`'s arguments."""
+    layer = build("llama", "full").model.layers[0].self_attn
+    inputs = [torch.randn(1, 4, 50, 16) for _ in range(3)]
+    with pytest.raises(error, match=message):
+        integration.attention(layer, *inputs, **{"attention_mask": None} | PACKED | changes)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -335,7 +388,6 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
 SELF_MADE = {
     "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
     "deberta-v2": DebertaV2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-    "gptj": GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=4),
     "falcon": FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
     "mpt": MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2),
     "longformer": LongformerConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
@@ -402,7 +454,10 @@ def test_models_of_ones_own_are_not_refused():
         ({"indices": torch.zeros(1)}, "indices: attention to chosen keys"),
         ({"block_indices": torch.zeros(1)}, "block_indices: attention to chosen blocks of keys"),
         ({"cache": object()}, "cache: a paged cache"),
-        ({"sliding_window": 7}, "sliding_window=7 without an attention_mask"),
+        (
+            {"sliding_window": 7, "is_causal": False},
+            "sliding_window=7 with is_causal=False and without an attention_mask",
+        ),
         ({"attention_mask": torch.ones(1, 8)}, r"attention_mask of shape \(1, 8\)"),
         ({"attention_mask": "causal"}, "an attention_mask that is a str"),
     ],

@@ -1,12 +1,31 @@
 """``config.sagebwd = {"fuse": True}``: the model that it was, within rounding."""
 
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import CohereConfig, CohereForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+)
+from transformers.models.cohere import modeling_cohere
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm import modeling_glm
+from transformers.models.glm4_moe import modeling_glm4_moe
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations import transformers_fusion as fusion
@@ -26,6 +45,7 @@ MODELS = {
     "Gemma3Text": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     "Olmo3": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     "Glm": {"partial_rotary_factor": 0.5},
+    "Cohere": {},
     "Glm4Moe": {"use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 
@@ -61,9 +81,7 @@ def calls(monkeypatch):
 
         return run
 
-    rows = counted("rows", fusion.qk_norm_rope)
-    monkeypatch.setattr(fusion, "qk_norm_rope", rows)
-    monkeypatch.setattr(integration, "qk_norm_rope", rows)
+    monkeypatch.setattr(integration, "qk_norm_rope", counted("rows", integration.qk_norm_rope))
     whole = counted("whole", integration.qk_norm_rope_attention)
     monkeypatch.setattr(integration, "qk_norm_rope_attention", whole)
     return seen
@@ -120,19 +138,19 @@ def test_packed_documents_have_positions_of_their_own(given, batch, monkeypatch)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
 
 
-def test_with_a_cache_attention_is_given_rows(monkeypatch):
-    """Which the cache keeps, and training hears of; a mask that is carried needs them too."""
+def test_with_a_cache_a_layer_runs_as_it_is(monkeypatch):
+    """Training hears of it; a mask that is carried needs rows too, which one pass gives."""
     seen, ids = calls(monkeypatch), tokens(1, 12)
     model = build("Qwen3", fuse=True).train()
     monkeypatch.setattr(transformers_torch, "_said", set())
     with pytest.warns(UserWarning, match="give use_cache=False in training"):
-        model(input_ids=ids, use_cache=True)
-    seen.rows = 0
-    logits = [model(input_ids=ids, use_cache=use_cache).logits for use_cache in (True, False)]
-    assert (seen.rows, seen.whole) == (2, 2)
+        logits = [model(input_ids=ids, use_cache=True).logits]
+    assert not seen.eps
+    logits.append(model(input_ids=ids, use_cache=False).logits)
+    assert (seen.rows, seen.whole) == (0, 2)
     carried = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
     logits.append(model(input_ids=ids, attention_mask=carried, use_cache=False).logits)
-    assert (seen.rows, seen.whole) == (4, 2)
+    assert (seen.rows, seen.whole) == (2, 2)
     for x in logits[1:]:
         torch.testing.assert_close(x, logits[0], rtol=1e-4, atol=1e-4)
 
@@ -196,23 +214,166 @@ def test_a_norm_that_was_added_stays():
     assert all(relative_l2(a, e) < 1e-5 for a, e in zip(fused, plain))
 
 
-def test_what_is_not_known_is_refused():
-    config = CohereConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+@pytest.mark.parametrize("kind", ["layer norm", "hook", "two eps", "forward"])
+def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, kind):
+    """Before the rest, which is rotary embedding and attention."""
+
+    def built(fuse):
+        model = build("Qwen3", fuse=fuse)
+        layer = model.model.layers[0].self_attn
+        if kind == "layer norm":
+            layer.q_norm = nn.LayerNorm(16)
+        elif kind == "hook":
+            layer.k_norm.register_forward_hook(lambda module, given, out: 2 * out)
+        elif kind == "two eps":
+            layer.k_norm.variance_epsilon = 0.5
+        else:
+            own = layer.q_norm.forward
+            layer.q_norm.forward = lambda x: 3 * own(x)
+        return model
+
+    ids, mask = tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
+    plain, seen = run(built(fuse=False), ids, mask), calls(monkeypatch)
+    fused = run(built(fuse=True), ids, mask)
+    assert [eps is None for eps in seen.eps] == [True, False]
+    assert all(relative_l2(a, e) < 1e-5 for a, e in zip(fused, plain))
+
+
+class Layer(LlamaAttention):
+    """A layer that does something of its own between projections and attention."""
+
+    keeps = False
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        rows = (getattr(self, f"{side}_proj")(hidden_states).view(shape).transpose(1, 2) for side in "qkv")
+        if self.training and self.keeps:
+            self.kept = True
+        query, key, value = self.between(*rows, *position_embeddings)
+        attend = AttentionInterface()[self.config._attn_implementation]
+        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape[:-2], -1)), weights
+
+
+def rotated(q, k, v, cos, sin):
+    return *apply_rotary_pos_emb(q, k, cos, sin), v
+
+
+def change(q, k, v, of_q=lambda x: x, of_k=lambda x: x):
+    return of_q(q), of_k(k), v
+
+
+BETWEEN = {
+    "scales the projections": (None, lambda self, q, k, v, cos, sin: rotated(2 * q, k, v, cos, sin)),
+    "reads shapes": (None, lambda self, q, k, v, cos, sin: rotated(q, k, v, cos, sin)[: len(cos.shape)]),
+    "has no positions": (None, lambda self, q, k, v, cos, sin: (q, k, v)),
+    "scales what is rotated": (
+        "does more to queries or keys than norm and rotary embedding: rmul",
+        lambda self, *given: change(*rotated(*given), lambda x: 2 * x),
+    ),
+    "scales it by a tensor": (
+        "does more to queries or keys .*: mul",
+        lambda self, *given: change(*rotated(*given), lambda x: torch.ones(x.shape[2], 1) * x),
+    ),
+    "casts": (
+        "does more to queries or keys .*: float",
+        lambda self, *given: change(*rotated(*given), of_k=lambda x: x.float()),
+    ),
+    "cuts": (
+        "does more to queries or keys .*: getitem",
+        lambda self, *given: change(*rotated(*given), lambda x: x[..., :8]),
+    ),
+    "joins": (
+        "does more to queries or keys .*: cat",
+        lambda self, *given: change(*rotated(*given), lambda x: torch.cat((x, x), -1)),
+    ),
+    "transposes": (
+        "transposes channels, or rows that are rotated",
+        lambda self, *given: change(*rotated(*given), lambda x: x.transpose(1, 2)),
+    ),
+    "rotates twice": (
+        "rotates queries or keys twice",
+        lambda self, q, k, v, cos, sin: rotated(*rotated(q, k, v, cos, sin), cos, sin),
+    ),
+    "rotates by other angles": (
+        "does more to cos or sin .*: neg",
+        lambda self, q, k, v, cos, sin: rotated(q, k, v, cos, -sin),
+    ),
+    "rotates a part by itself": (
+        "does more to cos or sin .*: getitem",
+        lambda self, q, k, v, cos, sin: rotated(q, k, v, cos[..., :8], sin[..., :8]),
+    ),
+    "rotates otherwise": (
+        "does more to cos or sin .*: unsqueeze",
+        lambda self, q, k, v, cos, sin: (q * cos.unsqueeze(1), k, v),
+    ),
+    "rotates queries alone": (
+        "attends to rows of which some are normalised and rotated",
+        lambda self, q, k, v, cos, sin: (rotated(q, k, v, cos, sin)[0], k, v),
+    ),
+    "attends to keys": (
+        "attends to rows of which some are normalised and rotated",
+        lambda self, *given: (*rotated(*given)[:2], rotated(*given)[1]),
+    ),
+    "rotates the two apart": (
+        "normalises and rotates queries and keys differently",
+        lambda self, *given: (rotated(*given)[0], rotated(*given)[1], given[2]),
+    ),
+    "calls it otherwise": (
+        "calls apply_rotary_pos_emb with other arguments",
+        lambda self, q, k, v, cos, sin: (*apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2), v),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_a_layer_that_does_something_else_is_right_or_refused(what):
+    """By what it does, whatever its source says."""
+    fusion._install(Layer)
+    refusal, between = BETWEEN[what]
+    outcomes = []
+    for fuse in (False, True):
+        model = build("Llama", fuse=fuse)
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = type("Own", (Layer,), {"between": between})
+        ids, mask = tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
+        if fuse and refusal is not None:
+            with pytest.raises(NotImplementedError, match=f"fuse is not supported for Own, which {refusal}"):
+                run(model, ids, mask)
+            return
+        outcomes.append(run(model, ids, mask) if refusal is None else None)
+    assert all(relative_l2(a, e) < 1e-5 for a, e in zip(*outcomes))
+
+
+def test_a_layer_that_keeps_something_is_refused():
+    """Its stand-in would, and be gone."""
+    fusion._install(Layer)
+    model = build("Llama", fuse=True).train()
+    model.model.layers[0].self_attn.__class__ = type("Own", (Layer,), {"keeps": True})
+    with pytest.raises(NotImplementedError, match="Own, which sets kept of its layer in forward"):
+        model(input_ids=tokens(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "changes", "refusal"),
+    [
+        (GPT2Config, GPT2LMHeadModel, {}, "GPT2Attention, which has a forward without position_embeddings"),
+        (PhiConfig, PhiForCausalLM, {"num_key_value_heads": 2}, "PhiAttention, which does more to queries .*: cat"),
+        (Ministral3Config, Ministral3ForCausalLM, {"num_key_value_heads": 2}, "Ministral3Attention, which does more"),
+    ],
+)  # fmt: skip
+def test_families_that_do_something_else_are_refused(config_class, model_class, changes, refusal):
+    config = config_class(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, use_cache=False, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, resid_pdrop=0.0, attn_pdrop=0.0, **changes,
     )  # fmt: skip
     config.sagebwd = {"fuse": True}
-    model = CohereForCausalLM._from_config(config, attn_implementation="sagebwd")
-    with pytest.raises(NotImplementedError, match=r"config\.sagebwd: fuse is not supported for CohereAttention"):
+    model = model_class._from_config(config, attn_implementation="sagebwd")
+    with pytest.raises(NotImplementedError, match=rf"fuse is not supported for {refusal}.*tested with 5\.17"):
         model(input_ids=tokens(1, 8))
-    model = build("Qwen3", fuse=True)
-    model.model.layers[0].self_attn.q_norm = nn.LayerNorm(16)
-    with pytest.raises(NotImplementedError, match="q_norm of Qwen3Attention is a LayerNorm that is not known"):
-        model(input_ids=tokens(1, 8))
-    model.model.layers[0].self_attn.q_norm = model.model.layers[0].self_attn.k_norm
-    model.model.layers[0].self_attn.k_norm.register_forward_hook(lambda *_: None)
-    with pytest.raises(NotImplementedError, match="or has hooks"):
-        model(input_ids=tokens(1, 8))
+
+
+def test_fuse_is_true_or_false():
     model = build("Llama", fuse=False)
     model.config.sagebwd = {"fuse": 1}
     with pytest.raises(ValueError, match="fuse is 1; accepted: True or False"):
@@ -233,23 +394,69 @@ def test_a_forward_that_another_library_replaced_is_refused(monkeypatch):
     attention_class = type(model.model.layers[0].self_attn)
     original = attention_class.forward.__wrapped__
     monkeypatch.setattr(attention_class, "forward", lambda self, *given, **kwargs: original(self, *given, **kwargs))
-    with pytest.raises(
-        NotImplementedError, match="fuse is not supported for LlamaAttention, whose forward is not one"
-    ):
+    with pytest.raises(NotImplementedError, match=r"LlamaAttention, which has a forward .* or another library's"):
         model(input_ids=tokens(1, 8))
-    assert fusion.form_of(attention_class) is None
 
 
-def test_forms_are_read_from_the_source():
-    llama = LlamaForCausalLM._from_config(build_config(LlamaConfig)).model.layers[0].self_attn
-    qwen = Qwen3ForCausalLM._from_config(build_config(Qwen3Config)).model.layers[0].self_attn
-    forms = [getattr(type(x).forward, "form", None) or fusion.form_of(type(x)) for x in (llama, qwen)]
-    assert [form.norms for form in forms] == [fusion.NONE, fusion.HEADS]
-    assert fusion.form_of(nn.Linear) is None
+def test_a_rotary_embedding_that_another_library_replaced_is_refused(monkeypatch):
+    model = build("Llama", fuse=True)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k))
+    with pytest.raises(NotImplementedError, match="LlamaAttention, which does more to cos or sin"):
+        model(input_ids=tokens(1, 8))
 
 
-def build_config(config_class):
-    return config_class(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1,
-    )  # fmt: skip
+class Flagged(Qwen3RMSNorm):
+    def __init__(self, dim, eps=1e-6, centred=False):
+        super().__init__(dim, eps)
+
+
+class Centred(Qwen3RMSNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Upper(Qwen3RMSNorm):
+    def forward(self, x):
+        return self.weight * x * (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon).reciprocal()
+
+
+@contextmanager
+def of_16_bit():
+    """Where a model of BF16 weights is made."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta", "fake", "inference", "bfloat16"])
+def test_a_norm_is_known_by_its_numbers(where):
+    """Wherever a model is made."""
+    contexts = {"meta": torch.device("meta"), "fake": FakeTensorMode(), "inference": torch.inference_mode()}
+    contexts["bfloat16"] = of_16_bit()
+    fusion.norm_of.cache_clear()
+    with contexts.get(where, nullcontext()):
+        assert fusion.norm_of(Qwen3RMSNorm) == fusion.Norm(False, "variance_epsilon")
+        assert fusion.norm_of(Gemma3RMSNorm) == fusion.Norm(True, "eps")
+        assert fusion.norm_of(nn.RMSNorm) == fusion.Norm(False, "eps")
+        for other in (nn.LayerNorm, nn.Linear, Flagged, Centred, Upper):
+            assert fusion.norm_of(other) is None
+        assert set(fusion.rotations_of(modeling_llama.apply_rotary_pos_emb)) == {True}
+
+
+def test_a_rotary_embedding_is_known_by_its_numbers():
+    def backwards(q, k, cos, sin):
+        return modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin)
+
+    def of_queries(q, k, cos, sin):
+        return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[0], k
+
+    def shown(function):
+        return {whole: (rope, change.__name__) for whole, (rope, change) in fusion.rotations_of(function).items()}
+
+    assert shown(modeling_llama.apply_rotary_pos_emb) == {True: ("half", "_as_they_are")}
+    assert shown(modeling_glm.apply_rotary_pos_emb) == dict.fromkeys((True, False), ("interleaved", "_repeated"))
+    assert shown(modeling_cohere.apply_rotary_pos_emb) == {True: ("interleaved", "_as_they_are")}
+    assert shown(modeling_glm4_moe.apply_rotary_pos_emb) == dict.fromkeys((True, False), ("half", "_as_they_are"))
+    assert shown(modeling_gpt_oss.apply_rotary_pos_emb) == {False: ("half", "_doubled")}
+    for other in (backwards, of_queries, torch.add, lambda q, k, cos, sin: q):
+        assert shown(other) == {}

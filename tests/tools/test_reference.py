@@ -15,6 +15,7 @@ from tools import reference
 INSIDE = {
     *(f"transformers_{part}" for part in ("fusion", "masks", "norms", "padding", "settings", "sharing", "torch")),
     "flash_attn_modules",
+    "words",
 }
 
 

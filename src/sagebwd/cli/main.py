@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+from sagebwd.extras import extra
+
 try:
-    import typer
-    from rich.markup import escape
+    with extra("cli"):
+        import typer
+        from rich.markup import escape
 
     from sagebwd.cli import trace as cli_trace
     from sagebwd.cli.terminal import console, progress
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
-    sys.exit(f"sagebwd: the command line needs {error.name}; in a clone of sagebwd: pip install '.[cli]'")
+    sys.exit(f"sagebwd: the command line: {error}")
 
 from sagebwd.version import __version__
 from sagebwd_command import command_line, run

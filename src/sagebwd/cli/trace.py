@@ -67,9 +67,7 @@ def trace(
             from sagebwd.diagnostics import trace as study
             from sagebwd.diagnostics.plots import plot_trace
         except ImportError as error:
-            raise ValueError(
-                f"trace needs {error.name}; in a clone of sagebwd: pip install '.[diagnostics]'"
-            ) from None
+            raise ValueError(f"trace: {error}") from None
 
         def add(captured: list[Captured], window: int) -> None:
             def told(text: str, done: float) -> None:

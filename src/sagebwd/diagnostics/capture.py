@@ -22,14 +22,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from sagebwd.diagnostics.models import context
+from sagebwd.extras import extra
 from sagebwd.masks.band import Band
+
+with extra("diagnostics"):
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 NAME = "sagebwd_capture"
 TENSORS = ("q", "k", "v", "do")

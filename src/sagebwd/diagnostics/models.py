@@ -11,12 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from sagebwd.diagnostics.text import read_text
+from sagebwd.extras import extra
+
+with extra("diagnostics"):
+    import transformers
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 _DEFAULT_TOKENS = 1024
 ENCODERS: list[Callable[[Path], Callable[[str], list[int]] | None]] = []

@@ -1,4 +1,4 @@
-"""The error of a model's attention while it trains, layer by layer, and a policy that acts on it.
+"""The error of a model's attention while it trains, layer by layer, and an alarm.
 
     monitor = AttentionMonitor(token_ids, Monitor(every=100)).attach(trainer)
     trainer.train()
@@ -10,7 +10,10 @@ and backward in full precision (`sagebwd.diagnostics.capture`), and a few heads 
 the layer's own recipe and compared with FP64 (`sagebwd.diagnostics.trace`): relative L2 of dS, dQ, dK, dV and O. A
 layer's error is that of its worst head checked. Where most queries of that head give one key .99 or more of their
 weight, its softmax is saturated, which warnings name. Training goes on as if nothing had happened: no weight gets a
-gradient, and modes and random numbers are put back.
+gradient, modes and random numbers are put back, and the config, which alone says what a layer runs, is only read.
+
+A layer under "auto" is measured by the recipe that "auto" takes on this device where its calls are long enough for low
+precision; shorter ones may run in 16 bit, whose errors are less.
 
 Cost: a check works on at most ``tokens`` tokens, where a step has tens or hundreds of thousands, and on ``heads``
 heads a layer: the worst of the check before, so that a head in trouble stays in sight; the one with the largest
@@ -23,10 +26,6 @@ with the measured time, so that a run repeats.
 Threshold: .15 is half of what the paper prints for dQ and dK of its 325M model (Table 2: .26 and .31); Gaussian inputs
 reach it at a standard deviation of 5, and sound layers of our own runs lie at .01 to .07.
 
-Policy, with ``precision="auto"``: a layer whose dQ or dK stays above the threshold for ``checks`` checks moves along
-its `ladder` to the coarsest finer recipe that measures below it, on the tensors at hand; one rung back when the
-coarser recipe, measured beside the layer's own, would have stayed below half the threshold for as many checks.
-
 Source: arXiv 2603.02170, Table 2: the error of attention's backward is that of dS.
 """
 
@@ -37,24 +36,27 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
 
 from sagebwd import dispatch
+from sagebwd.auto.model import CAUSAL, FULL, WINDOW, Size
 from sagebwd.call import Ask
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.monitor_settings import Monitor
 from sagebwd.diagnostics.trace import SATURATED, Row, measure
+from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import NAME, settings
-from sagebwd.recipe import AUTO, FP8, INT8, SIXTEEN_BIT, Recipe
+from sagebwd.recipe import AUTO, Recipe
+
+with extra("diagnostics"):
+    from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainerCallback
 
 TENSORS = ("ds", "dq", "dk", "dv", "o")
 PREFIX = "monitor/"
-"""Of every name it logs: monitor/layer_3/dq, monitor/layer_3/saturated, monitor/seconds, monitor/share and, under
-auto, monitor/layer_3/rung: the place of the layer's recipe in `ladder`, 0 for the recipe that the run was given."""
+"""Of every name it logs: monitor/layer_3/dq, monitor/layer_3/saturated, monitor/seconds, monitor/share."""
 MOST = 0.5
 """The share of saturated queries above which a head's softmax is saturated, and a warning says so."""
 BUDGET = 0.02
@@ -62,41 +64,16 @@ STATE = "sagebwd_monitor"
 """Where its state is in ``TrainerState.stateful_callbacks``, which every checkpoint holds and a resumed run reads."""
 
 
-def ladder(base: Recipe) -> list[Recipe]:
-    """The recipes that a layer which began with ``base`` may move along, in order of what they cost.
-
-    dS = P (dP - delta) goes wrong in two ways. Where it is small beside dP, through delta, which is a sum over O: one
-    product in 16 bit, O, mends that; where it is so because a first key has most of the weight, that key apart from
-    O's product, which `token` has anyway. A sink elsewhere wants O in 16 bit (docs/sinks.md). Where logits are large,
-    through P: S in 16 bit, in forward and again in backward. Then both, and full precision. Relative L2 of dQ:
-
-    - Gaussian inputs of standard deviation 5 and 10 (`python -m lab gaussian --tokens 2048`), large logits: token .145
-      and .457; token(o=16bit, dq=16bit, dk=16bit) .142 and .453; token(s=16bit) .030 and .056; with O in 16 bit too,
-      .007.
-    - The model of this module's tests after 8 steps at a high learning rate, dS 11 times below dP, logits at most 4,
-      of recipes without rotation and with the first key in the INT8 product: token .185; token(s=16bit) .185;
-      token(o=16bit) .007.
-    """
-    first = base.replace(first_keys=max(1, base.first_keys)) if base.o == INT8 else base
-    output = base.replace(o=SIXTEEN_BIT)
-    # no kernel has e4m3 gradients of 16-bit scores
-    gradients = {name: INT8 for name in ("dv", "dq", "dk") if getattr(base, name) == FP8}
-    scores = base.replace(s=SIXTEEN_BIT, **gradients)
-    return list(dict.fromkeys([base, first, output, scores, scores.replace(o=SIXTEEN_BIT), Recipe.named("full")]))
+LONG = 1 << 17
+"""Tokens of a sequence that low precision is faster at than at any shorter one."""
 
 
 @dataclass
 class Layer:
-    """What the monitor knows of one layer: recipes as text, errors of its newest check by tensor of `TENSORS`."""
+    """What the monitor knows of one layer: errors of its newest check by tensor of `TENSORS`."""
 
-    base: str
-    """The recipe that training began with."""
-    recipe: str
-    """The recipe that it computes with now."""
-    above: int = 0
-    """Checks in a row above the threshold since the last move."""
-    under: int = 0
-    """Checks in a row where the next coarser recipe was well under it."""
+    recipe: str = ""
+    """What the newest check measured, as text."""
     warned: bool = False
     head: int | None = None
     """The head with the largest error of dQ or dK in the newest check."""
@@ -116,10 +93,9 @@ class AttentionMonitor(TrainerCallback):
     In a loop of your own, `watch` the model, and call `step` after each optimiser step, which returns what is to be
     logged; save `state_dict` with a checkpoint, and give it to `load_state_dict` after `watch`. Under a Trainer, use
     `attach` in place of ``callbacks=[...]``: the monitor logs through its Trainer, to TensorBoard and wherever else
-    that reports. Recipes and counters are in each checkpoint and are restored by
-    ``trainer.train(resume_from_checkpoint=...)``. The saved model's config holds the recipes too.
+    that reports. Its counters are in each checkpoint, and ``trainer.train(resume_from_checkpoint=...)`` restores them.
 
-    Warnings and moves are Python warnings, and in `events`. A check that cannot be made (NaN in the tensors, no
+    Warnings are Python warnings, and in `events`. A check that cannot be made (NaN in the tensors, no
     memory) is warned of and left out. In distributed training every process checks, and the first one's findings hold
     for all. FSDP1 is not supported, nor FP16's loss scaling.
 
@@ -167,7 +143,7 @@ class AttentionMonitor(TrainerCallback):
                 )
             model = inner
         self.model, self.dtype, self.steps = model, autocast, 0
-        self._begin(model, autocast or model.dtype)
+        self._begin(model)
         return self
 
     def step(self) -> dict[str, float] | None:
@@ -185,15 +161,15 @@ class AttentionMonitor(TrainerCallback):
             return self._check(self.model, self.steps)
 
     def state_dict(self) -> dict[str, object]:
-        """Steps, recipes, counters and events, for a checkpoint; of plain numbers and texts."""
+        """Steps, counters and events, for a checkpoint; of plain numbers and texts."""
         return {**self.summary(), "elapsed": time.monotonic() - self.began, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from a `state_dict`: layers of the watched model get their recipes again."""
+        """Go on from a `state_dict`."""
         if self.model is None:
             raise ValueError("AttentionMonitor: call watch(model) before load_state_dict()")
         self.steps = state["steps"]
-        self._restore(state, _attention(self.model)[0])
+        self._restore(state)
 
     @property
     def share(self) -> float:
@@ -201,7 +177,7 @@ class AttentionMonitor(TrainerCallback):
         return self.seconds / max(time.monotonic() - self.began, 1e-9)
 
     def summary(self) -> dict[str, object]:
-        """For a report: checks made, their seconds and share, each layer's recipes and errors, and the events."""
+        """For a report: checks made, their seconds and share, each layer's recipe and errors, and the events."""
         return {
             "checks": self.count,
             "seconds": self.seconds,
@@ -211,18 +187,18 @@ class AttentionMonitor(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Find the layers and their recipes, or go on with those of the checkpoint."""
+        """Find the layers, or go on with the counters of the checkpoint."""
         if self.trainer is None:
             raise ValueError("AttentionMonitor: call attach(trainer) in place of callbacks=[...], it logs through it")
         if args.fp16:
             raise ValueError("AttentionMonitor: fp16=True scales the loss, which a check does not; use bf16=True")
-        self._begin(model, torch.bfloat16 if args.bf16 else model.dtype)
+        self._begin(model)
         saved = state.stateful_callbacks.get(STATE)
         if saved is not None:
-            self._restore(saved, _attention(model)[0])
+            self._restore(saved)
 
-    def _begin(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Find the layers of a model, and name their recipes in calls of a dtype."""
+    def _begin(self, model: PreTrainedModel) -> None:
+        """Find the layers of a model."""
         config, found = _attention(model)
         if config is None or config._attn_implementation != NAME:
             raise ValueError(
@@ -233,9 +209,7 @@ class AttentionMonitor(TrainerCallback):
         for index in chosen:
             if index not in found:
                 raise ValueError(f"monitor.layers: {index} is not there; the model has layers 0 to {max(found)}")
-        _name_recipes(config, chosen, model, dtype)
-        bases = {index: str(Recipe.parse(settings(config, index)["recipe"])) for index in chosen}
-        self.layers = {index: Layer(base, base) for index, base in bases.items()}
+        self.layers = {index: Layer() for index in chosen}
         self.events, self.count, self.seconds, self.costly = [], 0, 0.0, False
         self.began = time.monotonic()
 
@@ -250,19 +224,17 @@ class AttentionMonitor(TrainerCallback):
         state.stateful_callbacks[STATE] = {**self.summary(), "elapsed": time.monotonic() - self.began}
 
     def _check(self, model: PreTrainedModel, step: int) -> dict[str, float]:
-        """Measure every layer, and move those that are to; what was found by name."""
+        """Measure every layer, and warn of those that are above; what was found by name."""
         start = _now(model.device)
         config, _ = _attention(model)
         for layer in self.layers.values():
             layer.errors = {}
         try:
             for call in self._capture(model):
-                self._judge(call, step, settings(config, call.layer)["impl"])
+                self._judge(call, step, recipe_of(config, call))
         except ValueError as error:
             self._announce(step, None, f"no check: {error}")
         self._agree()
-        for index, layer in self.layers.items():
-            _set_recipe(config, index, layer.recipe)
         seconds = _now(model.device) - start
         self.count, self.seconds = self.count + 1, self.seconds + seconds
         logs = self._logs(seconds)
@@ -282,49 +254,19 @@ class AttentionMonitor(TrainerCallback):
             for call in captured
         ]
 
-    def _judge(self, call: Captured, step: int, impl: str | None) -> None:
-        """Measure one layer, warn of it, and under auto choose its recipe."""
+    def _judge(self, call: Captured, step: int, recipe: Recipe) -> None:
+        """Measure one layer, and warn of it."""
         layer, threshold = self.layers[call.layer], self.settings.threshold
-        automatic = self.settings.precision == "auto"
-        rungs = [
-            recipe
-            for recipe in ladder(Recipe.parse(layer.base))
-            if str(recipe) == layer.recipe or _supported(call, recipe, impl)
-        ]
-        rung = [str(recipe) for recipe in rungs].index(layer.recipe)
-        coarser = rungs[rung - 1] if automatic and rung else None
-        rows = measure([call], [rungs[rung]] if coarser is None else [rungs[rung], coarser])
-        own = [row for row in rows if row.recipe == layer.recipe]
-        worst = max(own, key=lambda row: _gradient_error(row.relative_l2))
-        layer.head, layer.saturated = worst.head, worst.saturated
-        layer.errors = worst_head(own)
+        rows = measure([call], [recipe])
+        worst = max(rows, key=lambda row: _gradient_error(row.relative_l2))
+        layer.recipe, layer.head, layer.saturated = str(recipe), worst.head, worst.saturated
+        layer.errors = worst_head(rows)
         error = _gradient_error(layer.errors)
         layer.highest = max(layer.highest, error)
-        layer.above = 0 if error <= threshold else layer.above + 1
-        others = [row for row in rows if row.recipe == str(coarser)]
-        well_under = others and _gradient_error(worst_head(others)) <= threshold / 2
-        layer.under = layer.under + 1 if well_under else 0
-        moving = automatic and layer.above >= self.settings.checks
-        finer = None
-        if layer.above and (moving or not layer.warned):
-            finer = _finer(call, rungs[rung + 1 :], threshold, error)
-        if layer.above and not layer.warned:
-            advice = _advice(call.layer, finer, automatic)
-            self._announce(step, call.layer, f"{_described(layer, threshold)}; {advice}")
-        layer.warned = layer.above > 0
-        if moving:
-            layer.above = 0
-            if finer is not None:
-                self._move(step, call.layer, finer[0], _described(layer, threshold))
-        elif layer.under >= self.settings.checks:
-            self._move(step, call.layer, str(coarser), f"it would have stayed at or below {threshold / 2:g}")
-
-    def _move(self, step: int, index: int, recipe: str, reason: str) -> None:
-        layer = self.layers[index]
-        before, layer.recipe = layer.recipe, recipe
-        layer.above = layer.under = 0
-        checks = self.settings.checks
-        self._announce(step, index, f"moved from {before} to {recipe}: {reason}, {checks} checks in a row")
+        is_above = not error <= threshold
+        if is_above and not layer.warned:
+            self._announce(step, call.layer, f"{_described(layer, threshold)}; {_advice(call.layer)}")
+        layer.warned = is_above
 
     def _announce(self, step: int, index: int | None, message: str) -> None:
         where = "" if index is None else f"layer {index}: "
@@ -333,32 +275,43 @@ class AttentionMonitor(TrainerCallback):
             warnings.warn(f"attention monitor, step {step}: {where}{message}", stacklevel=2)
 
     def _agree(self) -> None:
-        """The first process's findings in every process: recipes may not differ between them."""
+        """The first process's findings in every process: the heads of the next check follow from them."""
         if _is_distributed():
             found = [(self.layers, self.events)]
             torch.distributed.broadcast_object_list(found, src=0)
             self.layers, self.events = found[0]
 
     def _logs(self, seconds: float) -> dict[str, float]:
-        logs = {
+        found = {
             f"{PREFIX}layer_{index}/{name}": value
             for index, layer in self.layers.items()
             if layer.errors
             for name, value in {**layer.errors, "saturated": layer.saturated}.items()
         }
-        if self.settings.precision == "auto":
-            for index, layer in self.layers.items():
-                rungs = [str(recipe) for recipe in ladder(Recipe.parse(layer.base))]
-                logs[f"{PREFIX}layer_{index}/rung"] = float(rungs.index(layer.recipe))
-        return {**logs, f"{PREFIX}seconds": seconds, f"{PREFIX}share": self.share}
+        return {**found, f"{PREFIX}seconds": seconds, f"{PREFIX}share": self.share}
 
-    def _restore(self, saved: dict, config: PreTrainedConfig) -> None:
+    def _restore(self, saved: dict) -> None:
+        known = [kept.name for kept in fields(Layer)]  # a checkpoint of another version may have more
         for index, layer in saved["layers"].items():
             if int(index) in self.layers:
-                self.layers[int(index)] = Layer(**layer)
-                _set_recipe(config, int(index), layer["recipe"])
+                self.layers[int(index)] = Layer(**{name: layer[name] for name in known if name in layer})
         self.events, self.count, self.seconds = list(saved["events"]), saved["checks"], saved["seconds"]
         self.began = time.monotonic() - saved["elapsed"]
+
+
+def recipe_of(config: PreTrainedConfig, call: Captured) -> Recipe:
+    """What a layer computes with by its config; of "auto", what that takes of low precision, if anything.
+
+    That is its choice for sequences of `LONG` tokens: full precision where none is faster, or nobody has timed it.
+    """
+    chosen = settings(config, call.layer)
+    recipe = Recipe.parse_or_auto(chosen["recipe"])
+    if recipe != AUTO:
+        return recipe
+    kind = WINDOW if call.window is not None else CAUSAL if call.is_causal else FULL
+    ask = Ask.of(call.q, call.v, AUTO, chosen["impl"], kind)._replace(training=True)
+    width = 0 if call.window is None else sum(max(0, side) for side in call.window) + 1
+    return dispatch.choose(ask, Size(LONG, LONG, call.q.shape[1], call.k.shape[1], width)).recipe
 
 
 def worst_head(rows: Sequence[Row]) -> dict[str, float]:
@@ -389,20 +342,9 @@ def _largest(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
-def _finer(call: Captured, finer: list[Recipe], threshold: float, error: float) -> tuple[str, float] | None:
-    """The first recipe that measures at most the threshold, else the best, with its error; None if none is better."""
-    best = None
-    for recipe in finer:
-        measured = _gradient_error(worst_head(measure([call], [recipe])))
-        if not (math.isnan(measured) or measured >= error) and (best is None or measured < best[1]):
-            best = str(recipe), measured
-        if measured <= threshold:
-            break
-    return best
-
-
 def _described(layer: Layer, threshold: float) -> str:
-    text = f"relative L2 error of dQ {layer.errors['dq']:.3f}, dK {layer.errors['dk']:.3f}, above {threshold:g}"
+    errors = f"relative L2 error of dQ {layer.errors['dq']:.3f}, dK {layer.errors['dk']:.3f}, above {threshold:g}"
+    text = f"{errors}, under {layer.recipe}"
     if layer.saturated <= MOST:
         return text
     return (
@@ -415,50 +357,17 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _advice(index: int, finer: tuple[str, float] | None, automatic: bool) -> str:
-    if finer is None:
-        return "no finer recipe has less, full precision included: lower the learning rate, or add QK-norm"
-    recipe, error = finer
-    if automatic:
-        return f"{recipe} has {error:.3f}, and the layer moves if that lasts"
+def _advice(index: int) -> str:
     return (
-        f'{recipe} has {error:.3f}: set config.{NAME}["layers"]["{index}"] = {{"recipe": "{recipe}"}}, '
-        "or monitor.precision=auto"
+        f'a finer recipe, as config.{NAME}["layers"]["{index}"] = {{"recipe": "token(s=16bit)"}}, a lower learning '
+        "rate or QK-norm may lower it (docs/monitor.md#what-helps)"
     )
-
-
-def _supported(call: Captured, recipe: Recipe, impl: str | None) -> bool:
-    try:
-        dispatch.choose(Ask.of(call.q, call.v, recipe, impl))
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _attention(model: PreTrainedModel) -> tuple[PreTrainedConfig | None, list[int]]:
     """The config that a model's attention layers read, and their indices."""
     parts = [part for part in model.modules() if hasattr(part, "layer_idx") and hasattr(part, "config")]
     return (parts[0].config if parts else None), sorted({part.layer_idx for part in parts})
-
-
-def _name_recipes(config: PreTrainedConfig, layers: list[int], model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Put what "auto" stands for into the config: rungs begin at a recipe."""
-    for index in layers:
-        chosen = settings(config, index)
-        if chosen["recipe"] == AUTO:
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            ask = Ask(AUTO, head_dim, head_dim, dtype, model.device, impl=chosen["impl"])
-            _set_recipe(config, index, str(dispatch.choose(ask).recipe))
-
-
-def _set_recipe(config: PreTrainedConfig, index: int, recipe: str) -> None:
-    """Give one layer a recipe, unless it has it."""
-    if str(Recipe.parse_or_auto(settings(config, index)["recipe"])) == recipe:
-        return
-    chosen = getattr(config, NAME, None) or {}
-    layers = chosen.get("layers") or {}
-    own = {**layers.get(str(index), {}), "recipe": recipe}
-    setattr(config, NAME, {**chosen, "layers": {**layers, str(index): own}})
 
 
 @contextmanager

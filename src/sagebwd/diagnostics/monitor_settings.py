@@ -17,8 +17,6 @@ class Monitor:
             in turn.
         tokens: of the sequence that is checked, from its beginning.
         threshold: relative L2 error of dQ or dK above which a layer is warned of.
-        checks: in a row before a layer's recipe changes.
-        precision: "fixed"; or "auto", under which a layer above the threshold moves to a finer recipe, and back.
 
     Raises ValueError for a value out of range.
     """
@@ -28,20 +26,14 @@ class Monitor:
     heads: int = 3
     tokens: int = 1024
     threshold: float = 0.15
-    checks: int = 3
-    precision: str = "fixed"
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value out of range."""
         layers = self.layers
         if layers is not None and not (layers and all(type(layer) is int and layer >= 0 for layer in layers)):
             raise ValueError(f"monitor.layers={layers!r} must list layers from 0, for example [0, 5], or be left out")
-        for name, least in (("every", 0), ("heads", 1), ("tokens", 2), ("checks", 1)):
+        for name, least in (("every", 0), ("heads", 1), ("tokens", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"monitor.{name}={getattr(self, name)} must be at least {least}")
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"monitor.threshold={self.threshold} must be a number above 0")
-        if self.precision not in ("fixed", "auto"):
-            raise ValueError(f"monitor.precision={self.precision!r} is not known; accepted: fixed, auto")
-        if self.precision == "auto" and not self.every:
-            raise ValueError("monitor.precision=auto needs monitor.every of at least 1: without checks nothing moves")

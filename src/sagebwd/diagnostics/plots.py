@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sagebwd.extras import extra
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -20,8 +22,9 @@ COLORS = 256
 
 def save(figure: Figure, path: Path, dpi: int = 110) -> None:
     """Write a figure as a PNG of `COLORS` colours, a third of the bytes of matplotlib's own, and close it."""
-    import matplotlib.pyplot as plt
-    from PIL import Image
+    with extra("diagnostics"):
+        import matplotlib.pyplot as plt
+        from PIL import Image
 
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi)
@@ -38,11 +41,12 @@ def plot_trace(layers: Sequence[Row], path: Path) -> None:
 
     Args: layers, of `sagebwd.diagnostics.layers.means`; path, of the picture.
     """
-    import matplotlib
+    with extra("diagnostics"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        from matplotlib.ticker import MaxNLocator
 
     recipes = list(dict.fromkeys(row.recipe for row in layers))
     figure, axes = plt.subplots(1, len(recipes) + 2, figsize=(4.2 * (len(recipes) + 2), 3.8))

@@ -15,12 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
 from sagebwd.diagnostics import layers
 from sagebwd.diagnostics.tables import LABELS, headed, where
 from sagebwd.diagnostics.trace import OUTPUTS, Row, Source
+from sagebwd.extras import extra
+
+with extra("diagnostics"):
+    from rich.console import Console
+    from rich.table import Table
 
 WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 """Bounds of the first key's mean weight between which heads are taken together."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from sagebwd.diagnostics.trace import OUTPUTS, PAPER_TABLE_2, TENSORS, Row
+from sagebwd.extras import extra
+
+with extra("diagnostics"):
+    from rich.table import Table
 
 LABELS = {"delta": "delta", "p": "P", "dp": "dP", "ds": "dS", "o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 

@@ -21,14 +21,17 @@ from collections.abc import Callable
 from enum import Enum
 from types import ModuleType
 
-import diffusers
-from diffusers.utils import constants
 from torch import Tensor
 
 from sagebwd.attention import sage_attention
 from sagebwd.auto import counts
 from sagebwd.dispatch import check_known
+from sagebwd.extras import extra
 from sagebwd.recipe import AUTO, Recipe
+
+with extra("diffusers"):
+    import diffusers
+    from diffusers.utils import constants
 
 NAME = "sagebwd"
 TESTED = ("0.42.0", "0.42.1")
@@ -122,7 +125,7 @@ def _backend(recipe: Recipe | str, impl: str | None) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
         return_lse: bool = False,
         return_attn_probs: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
+        window_size: tuple[int, int] | None = (-1, -1),
         softcap: float = 0.0,
         deterministic: bool = False,
         _parallel_config: object | None = None,
@@ -140,7 +143,8 @@ def _backend(recipe: Recipe | str, impl: str | None) -> Callable[..., Tensor]:
         _refuse("dropout_p", dropout_p, 0.0, "set the model's attention dropout to 0, or use 'native'")
         _refuse("return_lse", return_lse, False, "call sagebwd.sage_attention(..., return_lse=True)")
         _refuse("return_attn_probs", return_attn_probs, False, "the weights are never formed")
-        _refuse("window_size", tuple(window_size), (-1, -1), "call sagebwd.sage_attention(..., window=...)")
+        window = (-1, -1) if window_size is None else window_size
+        _refuse("window_size", tuple(window), (-1, -1), "call sagebwd.sage_attention(..., window=...)")
         _refuse("softcap", softcap, 0.0, "use a flash-attention backend")
         _refuse("deterministic", deterministic, False, "use sagebwd.switches(deterministic=True)")
         _refuse("_parallel_config", _parallel_config, None, "it is context parallelism; use 'native'")

@@ -24,13 +24,19 @@ from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.dispatch import check_known
 from sagebwd.integrations import flash_attn_padding as padding
 from sagebwd.integrations.flash_attn_modules import Installation
+from sagebwd.integrations.words import in_words_of
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.switches import switches
 
 Attended = Tensor | tuple[Tensor, Tensor, Tensor]
+_WORDS = {
+    "query:": "q:", "key:": "k:", "value:": "v:", "query's": "q's", "key's": "k's", "scale=": "softmax_scale=",
+    "is_causal=": "causal=", "window=": "window_size=",
+}  # fmt: skip
 _USE_INSTEAD = "keep the package flash-attn for this layer"
 
 
+@in_words_of(_WORDS)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -123,6 +129,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: object, **named: object) ->
     return flash_attn_func(*_unpacked("qkv", qkv, 5, 3), *options, **named)
 
 
+@in_words_of(_WORDS)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

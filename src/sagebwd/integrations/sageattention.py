@@ -14,12 +14,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.integrations.words import in_words_of
 from sagebwd.recipe import AUTO, Recipe
 
 _LAYOUTS = ("HND", "NHD")
+_WORDS = {"query:": "q:", "key:": "k:", "value:": "v:", "query's": "q's", "key's": "k's", "scale=": "sm_scale="}
 _WITHOUT_EFFECT = ("qk_quant_gran", "pv_accum_dtype", "quantization_backend")
 
 
+@in_words_of(_WORDS)
 def sageattn(
     q: Tensor,
     k: Tensor,
@@ -78,6 +81,7 @@ def sageattn(
     return (out, lse) if return_lse else out
 
 
+@in_words_of(_WORDS)
 def sageattn_varlen(
     q: Tensor,
     k: Tensor,

@@ -30,13 +30,11 @@ from functools import partial, wraps
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.utils.import_utils import is_tracing
 
 from sagebwd.arguments import autocast_dtype
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import counts
+from sagebwd.extras import extra
 from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.integrations.transformers_masks import (
     USE_INSTEAD,
@@ -48,11 +46,17 @@ from sagebwd.integrations.transformers_masks import (
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_padding import watch_padding
-from sagebwd.integrations.transformers_settings import NAME, check_model, is_fused, settings_of
+from sagebwd.integrations.transformers_settings import NAME, check_model, settings_of
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
+from sagebwd.integrations.words import in_words_of
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.norm_rope import qk_norm_rope, qk_norm_rope_attention
+
+with extra("transformers"):
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.utils.import_utils import is_tracing
 
 __all__ = ["add_qk_norm", "attention", "read_attention_mask", "register"]
 
@@ -64,6 +68,13 @@ _UNSUPPORTED = {
     "cache": ("a paged cache", "'sdpa' or 'eager'"),
     "position_bias": ("a position bias", "'sdpa' or 'eager'"),
 }
+# The caller's words for `sage_attention`'s arguments.
+_WORDS = {
+    "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
+    "max_seqlen_k": "max_length_k", "attn_mask": "attention_mask", "scale=": "scaling=",
+    "sinks: expected": "s_aux: expected", "sinks: dtype": "s_aux: dtype",
+}  # fmt: skip
+_PACKED = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 _COMPILED_PACKING = (
     "packed documents are not seen in position_ids under torch.compile; give cu_seq_lens_q and the like, "
     "which DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
@@ -95,6 +106,7 @@ def register() -> None:
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
+@in_words_of(_WORDS)
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -106,7 +118,6 @@ def attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    norm_rope: dict[str, object] | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls.
@@ -114,7 +125,7 @@ def attention(
     Args: query (batch, heads, tokens, head_dim); key, value (batch, kv_heads, kv_tokens, head_dim); attention_mask,
     what the registered mask function gave, which alone says what is visible, as under SDPA: ``is_causal`` counts where
     it is None. s_aux, (heads,), the sinks of gpt-oss and others. cu_seq_lens_q and the like, offsets of packed
-    documents. norm_rope, of query and key that are not normalised and rotated yet, how (`transformers_fusion`).
+    documents. Under ``fuse`` module, query and key are the stand-ins of `transformers_fusion`.
 
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
@@ -122,11 +133,7 @@ def attention(
     ValueError for more than 256 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
-    if is_fused(getattr(module, "config", None)) and not fusion.follows(module):
-        raise NotImplementedError(
-            f"config.sagebwd: fuse is not supported for {type(module).__name__}, whose forward is not one that is "
-            "known; leave it out"
-        )
+    module, query, key, norm_rope = fusion.put_off(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if isinstance(attention_mask, Tensor) and hasattr(sys.modules.get(type(module).__module__), "BlockMask"):
@@ -193,14 +200,10 @@ def _known_mask(
         return mask
     shape = (query.shape[0], 1, query.shape[2], key.shape[2])
     if mask is None:
-        if sliding_window is not None and sliding_window < shape[3]:
-            raise NotImplementedError(
-                f"sliding_window={sliding_window} without an attention_mask is not supported by "
-                "attn_implementation='sagebwd': let the model make its mask, or use 'sdpa'"
-            )
-        if is_causal and shape[2] == 1 < shape[3]:
+        within = _within(sliding_window, is_causal, shape)
+        if is_causal and shape[2] == 1 < shape[3] and within is None:
             return None
-        return Mask(shape, Visible(upper=0 if is_causal else None))
+        return Mask(shape, Visible(lower=None if within is None else 1 - within, upper=0 if is_causal else None))
     padding = _key_padding(mask, key) if isinstance(mask, Tensor) else None
     if padding is not None:
         return Mask(shape, Visible(), padding)
@@ -215,6 +218,29 @@ def _known_mask(
             "at an attention: (batch or 1, heads or 1, tokens or 1, kv_tokens). Give (batch, tokens) to the model"
         )
     return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
+
+
+def _within(sliding_window: int | None, is_causal: bool, shape: tuple[int, int, int, int]) -> int | None:
+    """How many keys a query of a causal layer sees without a mask, itself and those before it; None for all.
+
+    Raises TypeError and ValueError for what is no number of tokens, and NotImplementedError where neither Transformers
+    nor a call says what is meant: without is_causal, or of queries that continue a KV cache.
+    """
+    if sliding_window is None:
+        return None
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int):
+        raise TypeError(f"sliding_window={sliding_window!r} must be an integer, in tokens, or None")
+    if sliding_window < 1:
+        raise ValueError(f"sliding_window={sliding_window} must be at least 1, the token itself; None for no limit")
+    if sliding_window >= shape[3]:
+        return None
+    if not is_causal or shape[2] != shape[3]:
+        what = f"{shape[2]} queries and {shape[3]} keys" if is_causal else "is_causal=False"
+        raise NotImplementedError(
+            f"sliding_window={sliding_window} with {what} and without an attention_mask is not supported by "
+            "attn_implementation='sagebwd': let the model make its mask, or use 'sdpa'"
+        )
+    return sliding_window
 
 
 def _takes_projections(mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -350,13 +376,14 @@ def _packed_offsets(
 
     Without a mask and a cache Transformers has cut those itself, as for SDPA, wherever they do not rise by 1.
     """
+    _check_packed(kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         if mask.padding is not None:
             raise NotImplementedError(
                 "cu_seq_lens_q beside an attention_mask with padding is not supported by "
                 "attn_implementation='sagebwd'; accepted: one of the two"
             )
-        return tuple(kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+        return tuple(kwargs[name] for name in _PACKED)
     ids, positions = mask.visible.documents, kwargs.get("position_ids")
     # with a KV cache, also one to be filled, Transformers' masks leave documents out
     whole = mask.visible.upper == 0 and mask.padding is None and query.shape[2] == key.shape[2]
@@ -377,6 +404,24 @@ def _packed_offsets(
         raise NotImplementedError(f"packed documents beside padding are not supported; {USE_INSTEAD}")
     found = mask.documents if ids is not None else None if positions is None else mask.documents_of(positions)
     return None if found is None else (found[0], found[0], found[1], found[1])
+
+
+def _check_packed(kwargs: dict[str, object]) -> None:
+    """Raises ValueError and TypeError for offsets of packed documents that lack a part, or are none."""
+    given = [name for name in _PACKED if kwargs.get(name) is not None]
+    offsets = [name for name in given if name in _PACKED[:2]]
+    if offsets and len(given) < len(_PACKED):
+        missing = [name for name in _PACKED if name not in given]
+        raise ValueError(
+            f"{' and '.join(offsets)} without {', '.join(missing)}: packed documents need {', '.join(_PACKED)}, which "
+            "DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
+        )
+    for name in offsets:
+        if not isinstance(kwargs[name], Tensor):
+            raise TypeError(f"{name}: expected an int32 tensor, got {type(kwargs[name]).__name__}")
+    for name in _PACKED[2:] if offsets else ():
+        if isinstance(kwargs[name], (str, float)):
+            raise TypeError(f"{name}={kwargs[name]!r} must be an integer")
 
 
 def _attend_packed(norm_rope: dict[str, object] | None) -> Callable[..., Tensor]:

@@ -1,163 +1,157 @@
 """``config.sagebwd = {"fuse": True}``: a layer's norms, rotary embedding and attention in one, `sagebwd.norm_rope`.
 
-Attention is given what the projections make, and beside it ``norm_rope``: the arguments by keyword that
-`qk_norm_rope` and `qk_norm_rope_attention` share. Where there is a KV cache it is given normalised and rotated rows.
+Transformers calls an attention function with queries and keys that are normalised and rotated already. Here a layer's
+own forward runs, whatever its source says, and is given three stand-ins: for itself (`Layer`), whose norms of heads
+put their work off; for cos and sin (`Table`), by which its module's ``apply_rotary_pos_emb`` puts its work off; and,
+from these two, for queries and keys (`Rows`), which reach the attention function with the work that is left to do.
 
-Transformers calls an attention function with queries and keys that are normalised and rotated already, so the layer's
-forward is another one where its class is known: where its own forward, its module's rotary embedding and its norms are
-written, statement for statement, as here. Most decoders are, since they are generated from a few models (Llama, Qwen3,
-Gemma 3, OLMo 2, GLM 4.5). The class of any other layer stays as it is, and its call is refused by name.
+Nothing else can be done with a stand-in: a layer that scales, cuts or mixes rows in between, or computes with cos and
+sin itself, raises NotImplementedError. What a norm and a rotary embedding compute is not read either, but found by
+numbers, once a class and once a function: a norm that is not known runs as it is, a rotary embedding is refused.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
-import textwrap
-from collections.abc import Callable
-from functools import wraps
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+from itertools import product
+from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from torch.utils._python_dispatch import _disable_current_modes
 
-from sagebwd.integrations.transformers_settings import NAME, is_fused, settings_of
+from sagebwd.extras import extra
+from sagebwd.integrations.transformers_settings import is_fused
 from sagebwd.integrations.transformers_torch import say
-from sagebwd.norm_rope import qk_norm_rope
-from sagebwd.reference.norm_rope import HALF, INTERLEAVED
+from sagebwd.reference.norm_rope import ROPES, norm_rope
 
-# Norms of Q and K before their rotation: of each head; the same where the layer says so; of all heads together.
-NONE, HEADS, HEADS_IF_ASKED, ALL_HEADS = "none", "heads", "heads if asked", "all heads"
+with extra("transformers"):
+    import transformers
+    from transformers import Cache, PreTrainedModel
 
-
-def _by_side(*statements: str, sides: tuple[str, ...] = ("query", "key", "value")) -> list[str]:
-    return [statement.format(side=side, letter=side[0]) for statement in statements for side in sides]
-
-
-_SHAPES = ["input_shape = hidden_states.shape[:-1]", "hidden_shape = (*input_shape, -1, self.head_dim)"]
-_PROJECTED = _by_side("{side}_states = self.{letter}_proj(hidden_states).view(hidden_shape).transpose(1, 2)")
-_NORMED = _by_side("{side}_states = self.{letter}_norm({side}_states)", sides=("query", "key"))
-_PROLOGUES = (
-    (NONE, _PROJECTED),
-    (
-        HEADS,
-        _by_side(
-            "{side}_states = self.{letter}_norm(self.{letter}_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
-            sides=("query", "key"),
-        )
-        + _PROJECTED[2:],
-    ),
-    (HEADS, _PROJECTED + _NORMED),
-    (
-        HEADS_IF_ASKED,
-        [
-            *_by_side("{side}_states = self.{letter}_proj(hidden_states).view(hidden_shape)"),
-            "if self.use_qk_norm:\n" + textwrap.indent("\n".join(_NORMED), "    "),
-            *_by_side("{side}_states = {side}_states.transpose(1, 2)"),
-        ],
-    ),
-    (
-        ALL_HEADS,
-        [
-            *_by_side("{side}_states = self.{letter}_norm(self.{letter}_proj(hidden_states))", sides=("query", "key")),
-            "value_states = self.v_proj(hidden_states)",
-            *_by_side("{side}_states = {side}_states.view(hidden_shape).transpose(1, 2)"),
-        ],
-    ),
-)
-_ROTATION = [
-    "cos, sin = position_embeddings",
-    "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)",
-    "if past_key_values is not None:\n"
-    "    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)",
-]
-_EPILOGUE = [
-    "attn_output = attn_output.reshape(*input_shape, -1).contiguous()",
-    "attn_output = self.o_proj(attn_output)",
-    "return (attn_output, attn_weights)",
-]
-_CALLED = "self", "query_states", "key_states", "value_states", "attention_mask"
-# Keywords of the call of the attention function, each with what it may be.
-_KEYWORDS = {
-    "dropout": (
-        "0.0 if not self.training else self.attention_dropout", "self.attention_dropout if self.training else 0.0",
-    ),
-    "scaling": ("self.scaling",),
-    "sliding_window": ("self.sliding_window", "getattr(self.config, 'sliding_window', None)"),
-    None: ("kwargs",),
-}  # fmt: skip
-_ALWAYS = "dropout", "scaling", None
-_PARAMETERS = "self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"
-
-_UNSQUEEZED = ["cos = cos.unsqueeze(unsqueeze_dim)", "sin = sin.unsqueeze(unsqueeze_dim)"]
-_TURNED = ["q_embed = q * cos + rotate_half(q) * sin", "k_embed = k * cos + rotate_half(k) * sin"]
-_PARTLY = [
-    "rotary_dim = cos.shape[-1]",
-    "q_rot, q_pass = (q[..., :rotary_dim], q[..., rotary_dim:])",
-    "k_rot, k_pass = (k[..., :rotary_dim], k[..., rotary_dim:])",
-    "q_embed = q_rot * cos + rotate_half(q_rot) * sin",
-    "k_embed = k_rot * cos + rotate_half(k_rot) * sin",
-    "q_embed = torch.cat([q_embed, q_pass], dim=-1)",
-    "k_embed = torch.cat([k_embed, k_pass], dim=-1)",
-]
-_REPEATED = [
-    "cos = cos[..., :cos.shape[-1] // 2].repeat_interleave(2, dim=-1)",
-    "sin = sin[..., :sin.shape[-1] // 2].repeat_interleave(2, dim=-1)",
-]
-_RETURNED = ["return (q_embed, k_embed)"]
-# Whether the first half of cos is repeated for pairs side by side; and the rotary embedding.
-_ROTARY_EMBEDDINGS = (
-    (False, [*_UNSQUEEZED, *_TURNED, *_RETURNED]),
-    (False, [*_UNSQUEEZED, *_PARTLY, *_RETURNED]),
-    (True, [*_UNSQUEEZED, *_REPEATED, *_PARTLY, *_RETURNED]),
-    (
-        False,
-        [
-            "q_type, k_type = (q.dtype, k.dtype)",
-            *_UNSQUEEZED,
-            *_TURNED,
-            "return (q_embed.to(q_type), k_embed.to(k_type))",
-        ],
-    ),
-)
-_HALVES = {
-    HALF: [
-        "x1 = x[..., :x.shape[-1] // 2]", "x2 = x[..., x.shape[-1] // 2:]", "return torch.cat((-x2, x1), dim=-1)",
-    ],
-    INTERLEAVED: ["x1 = x[..., 0::2]", "x2 = x[..., 1::2]", "return torch.stack((-x2, x1), dim=-1).flatten(-2)"],
-}  # fmt: skip
-
-_SQUARES = [
-    "input_dtype = hidden_states.dtype",
-    "hidden_states = hidden_states.to(torch.float32)",
-    "variance = hidden_states.pow(2).mean(-1, keepdim=True)",
-    "hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)",
-]
-_NORM = ["return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"]
-_GAIN_OVER_ONE = [
-    "output = self._norm(x.float())",
-    "output = output * (1.0 + self.weight.float())",
-    "return output.type_as(x)",
-]
-# How a norm multiplies: by its weight, or by 1 + weight.
-WEIGHT, ONE_PLUS_WEIGHT = "weight", "1 + weight"
+TESTED = "5.17", "5.23", "5.24"
+"""Releases of Transformers that the tests have run with."""
+_ROTARY = "apply_rotary_pos_emb"
 
 
-class Form(NamedTuple):
-    """What a class of attention layers computes: its norms, of which kind each class is, and its rotary embedding."""
+class Norm(NamedTuple):
+    """What a class of norms computes, of its ``weight``: an RMS norm times that, or times 1 + that."""
 
-    norms: str
-    kinds: tuple[tuple[type, str], ...]
-    rope: str
-    repeats: bool
-    slides: bool  # it hands sliding_window on
+    over_one: bool
+    eps: str  # the attribute's name
+
+
+class _StandIn:
+    """A tensor that a layer may hand on, and may not compute with.
+
+    Args: layer, the name of its class; tensor.
+    """
+
+    def __init__(self, layer: str, tensor: Tensor) -> None:
+        self.layer, self.tensor = layer, tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The tensor's."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's."""
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The tensor's."""
+        return self.tensor.device
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> NoReturn:
+        given = next(x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, _StandIn))
+        given._refuse(func.__name__)
+
+    def _refuse(self, operation: str) -> NoReturn:
+        refuse(self.layer, f"does more to {self.called} than norm and rotary embedding: {operation.strip('_')}")
+
+
+def _operator(name: str) -> Callable:
+    def compute(self: _StandIn, *_: object) -> NoReturn:
+        self._refuse(name)
+
+    return compute
+
+
+for _name in ("getitem", "neg", *(side + x for side in ("", "r") for x in ("add", "sub", "mul", "truediv", "matmul"))):
+    setattr(_StandIn, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class Table(_StandIn):
+    """cos or sin, (batch or 1, tokens, R)."""
+
+    called = "cos or sin"
+
+
+class Rows(_StandIn):
+    """Queries or keys whose norm and rotary embedding are left to do: their heads may change places, and no more.
+
+    Args: norm, weight and eps of a norm of heads, or None; rotation, the arguments of `qk_norm_rope` of a rotary
+    embedding, of which queries and keys share one, or None.
+    """
+
+    called = "queries or keys"
+
+    def __init__(
+        self, layer: str, tensor: Tensor, norm: tuple[Tensor, float] | None = None,
+        rotation: dict[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(layer, tensor)
+        self.norm, self.rotation = norm, rotation
+
+    def transpose(self, first: int, second: int) -> Rows:
+        """The same rows in other places, before they are rotated."""
+        last = self.tensor.dim() - 1
+        if self.rotation is not None or {first % (last + 1), second % (last + 1)} & {last}:
+            refuse(self.layer, "transposes channels, or rows that are rotated")
+        return Rows(self.layer, self.tensor.transpose(first, second), self.norm)
+
+
+class Layer:
+    """An attention layer as its own forward sees it, whose norms of queries and keys are put off."""
+
+    def __init__(self, module: nn.Module, norms: dict[str, Callable]) -> None:
+        object.__setattr__(self, "module", module)
+        object.__setattr__(self, "norms", norms)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        refuse(type(self.module).__name__, f"sets {name} of its layer in forward")
+
+    def __getattr__(self, name: str) -> object:
+        return self.norms[name] if name in self.norms else getattr(self.module, name)
+
+
+def refuse(layer: str, reason: str) -> NoReturn:
+    """Raise NotImplementedError for a layer."""
+    raise NotImplementedError(
+        f"config.sagebwd: fuse is not supported for {layer}, which {reason}; leave fuse out (Transformers "
+        f"{transformers.__version__}; tested with {', '.join(TESTED)})"
+    )
 
 
 def install(model_class: type[PreTrainedModel]) -> None:
     """Have attention layers of a model's module follow ``fuse`` of their config, read at every call.
 
-    Those whose class is not known stay as they are, and so does every layer whose config does not ask.
+    Those that are not given cos and sin stay as they are, and so does every layer whose config does not ask.
     """
     for base in model_class.__mro__:
         if ".modeling_" not in base.__module__:
@@ -167,142 +161,216 @@ def install(model_class: type[PreTrainedModel]) -> None:
                 _install(found)
 
 
-def follows(module: nn.Module) -> bool:
-    """Whether a layer's forward is one that follows ``fuse``."""
-    return hasattr(type(module).forward, "form")
+def put_off(
+    module: nn.Module | Layer, query: Tensor | Rows, key: Tensor | Rows, value: Tensor
+) -> tuple[nn.Module, Tensor, Tensor, dict[str, object] | None]:
+    """The layer, query and key of a call of the attention function, and what is left to do to the two.
 
-
-def _install(layer_class: type[nn.Module]) -> None:
-    original = layer_class.forward
-    form = None if hasattr(original, "form") else form_of(layer_class)
-    if form is None:
-        return
-
-    @wraps(original)
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        if not is_fused(self.config):
-            return original(self, *args, **kwargs)
-        return fused_forward(self, form, *args, **kwargs)
-
-    forward.form = form
-    layer_class.forward = forward
-
-
-def fused_forward(
-    module: nn.Module,
-    form: Form,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: object = None,
-    past_key_values: object = None,
-    **kwargs: object,
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's forward: hidden_states (batch, tokens, width), position_embeddings cos and sin (batch, tokens, R)."""
-    shape = hidden_states.shape[:-1]
-    query, key, value = (getattr(module, f"{side}_proj")(hidden_states) for side in "qkv")
-    if form.norms == ALL_HEADS:  # of other rows than the heads'
-        query, key = module.q_norm(query), module.k_norm(key)
-    query, key, value = (x.view(*shape, -1, module.head_dim).transpose(1, 2) for x in (query, key, value))
-    cos, sin = position_embeddings
-    if form.repeats:
-        cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, dim=-1) for x in (cos, sin))
-    norm_rope = {"cos": cos, "sin": sin, "rope": form.rope}
-    if form.norms == HEADS or (form.norms == HEADS_IF_ASKED and module.use_qk_norm):
-        (q_weight, eps), (k_weight, k_eps) = (_weight_and_eps(module, name, form) for name in ("q_norm", "k_norm"))
-        if eps != k_eps:
-            raise NotImplementedError(f"config.sagebwd: fuse: {type(module).__name__} has norms with two eps")
-        norm_rope |= {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
-    if past_key_values is None:
-        kwargs["norm_rope"] = norm_rope
-    else:  # which keeps rows
-        if module.training and query.requires_grad:
-            say(
-                "config.sagebwd: fuse: norm and rotary embedding run before attention and not with it, for the KV "
-                "cache that use_cache=True keeps; give use_cache=False in training"
-            )
-        query, key = qk_norm_rope(query, key, impl=settings_of(module)["impl"], **norm_rope)
-        key, value = past_key_values.update(key, value, module.layer_idx)
-    if form.slides:
-        of_config = getattr(module.config, "sliding_window", None)
-        kwargs["sliding_window"] = getattr(module, "sliding_window", of_config)
-    dropout = module.attention_dropout if module.training else 0.0
-    scaling = module.scaling
-    attend = AttentionInterface()[NAME]
-    out, weights = attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return module.o_proj(out.reshape(*shape, -1).contiguous()), weights
+    That is None, or arguments by keyword that `qk_norm_rope` and `qk_norm_rope_attention` share. Raises
+    NotImplementedError for a layer whose config asks for ``fuse`` and that does not follow it.
+    """
+    if not isinstance(module, Layer):
+        if is_fused(getattr(module, "config", None)):
+            refuse(type(module).__name__, "has a forward without position_embeddings, or another library's")
+        return module, query, key, None
+    module, name = module.module, type(module.module).__name__
+    rows = [isinstance(x, Rows) for x in (query, key)]
+    if isinstance(value, Rows) or rows[0] != rows[1]:
+        refuse(name, "attends to rows of which some are normalised and rotated")
+    if not rows[0]:
+        return module, query, key, None
+    if query.rotation is not key.rotation or (query.norm is None) != (key.norm is None):
+        refuse(name, "normalises and rotates queries and keys differently")
+    norm = {}
+    if query.norm is not None:
+        norm = {"q_weight": query.norm[0], "k_weight": key.norm[0], "eps": query.norm[1]}
+    return module, query.tensor, key.tensor, norm | (query.rotation or {})
 
 
 def of_packed(norm_rope: dict[str, object], batch: int, real: Tensor | None = None) -> dict[str, object]:
     """The same of (batch * tokens, heads, head_dim), or of its rows ``real``: tables (batch or 1, tokens, R) too."""
-    tables = {name: norm_rope[name].expand(batch, -1, -1).flatten(0, 1) for name in ("cos", "sin")}
+    tables = {
+        name: norm_rope[name].expand(batch, -1, -1).flatten(0, 1) for name in ("cos", "sin") if name in norm_rope
+    }
     return norm_rope | {name: x if real is None else x[real] for name, x in tables.items()}
 
 
-def _weight_and_eps(module: nn.Module, name: str, form: Form) -> tuple[Tensor | None, float]:
-    """What a norm multiplies by, and its eps. Raises NotImplementedError for one that is not known."""
-    norm = getattr(module, name)
-    for norm_class, kind in form.kinds:
-        if type(norm) is norm_class and not norm._forward_hooks and not norm._forward_pre_hooks:
-            eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-            return (1 + norm.weight.float() if kind == ONE_PLUS_WEIGHT else norm.weight), eps
-    raise NotImplementedError(
-        f"config.sagebwd: fuse: {name} of {type(module).__name__} is a {type(norm).__name__} that is not known or has "
-        "hooks; leave fuse out"
-    )
+def _install(layer_class: type[nn.Module]) -> None:
+    original = layer_class.forward
+    names = list(inspect.signature(original).parameters)
+    if hasattr(original, "norms") or "position_embeddings" not in names:
+        return
+    written_in = inspect.unwrap(original).__globals__
+    rotary = written_in.get(_ROTARY)
+    if rotary is not None and not hasattr(rotary, "rotations"):
+        written_in[_ROTARY] = _rotary(rotary)
+    candidates = (x for x in vars(sys.modules[layer_class.__module__]).values() if inspect.isclass(x))
+    found = {x: norm_of(x) for x in (nn.RMSNorm, *candidates) if issubclass(x, nn.Module) and "Norm" in x.__name__}
+    norms = {x: norm for x, norm in found.items() if norm is not None}
+    place = names.index("position_embeddings") - 1
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if not is_fused(getattr(self, "config", None)):
+            return original(self, *args, **kwargs)
+        if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):  # which keeps rows
+            if self.training and torch.is_grad_enabled():
+                say(
+                    "config.sagebwd: fuse: norm and rotary embedding run as they are and not with attention, for the "
+                    "KV cache that use_cache=True keeps; give use_cache=False in training"
+                )
+            return original(Layer(self, {}), *args, **kwargs)
+        if "position_embeddings" in kwargs:
+            kwargs["position_embeddings"] = _tables(self, kwargs["position_embeddings"])
+        elif len(args) > place:
+            args = (*args[:place], _tables(self, args[place]), *args[place + 1 :])
+        return original(Layer(self, _norms_put_off(self, norms)), *args, **kwargs)
+
+    forward.norms = norms
+    layer_class.forward = forward
 
 
-def form_of(layer_class: type[nn.Module]) -> Form | None:
-    """The form of a class of attention layers; None where it is not known."""
-    names = vars(sys.modules[layer_class.__module__])
-    statements, rotation = statements_of(layer_class.forward), statements_of(names.get("apply_rotary_pos_emb"))
-    repeats = next((repeats for repeats, known in _ROTARY_EMBEDDINGS if rotation == known), None)
-    half = statements_of(names.get("rotate_half"))
-    rope = next((rope for rope, known in _HALVES.items() if half == known), None)
-    if statements is None or len(statements) <= len(_EPILOGUE) or repeats is None or rope is None:
+def _tables(module: nn.Module, given: tuple[Tensor, Tensor] | None) -> tuple[Table, Table] | None:
+    if given is None:
         return None
-    slides = _hands_sliding_window_on(statements[-len(_EPILOGUE) - 1])
-    if slides is None or tuple(inspect.signature(layer_class.forward).parameters) != _PARAMETERS:
+    name = type(module).__name__
+    if not isinstance(given, (tuple, list)) or [isinstance(x, Tensor) for x in given] != [True, True]:
+        refuse(name, "has position_embeddings that are not cos and sin")
+    return Table(name, given[0]), Table(name, given[1])
+
+
+def _norms_put_off(module: nn.Module, norms: dict[type, Norm]) -> dict[str, Callable]:
+    """q_norm and k_norm of a layer, each to give `Rows`; neither where one is no norm of heads that is known."""
+    found = [_weight_and_eps(module, getattr(module, name, None), norms) for name in ("q_norm", "k_norm")]
+    if None in found or found[0][1] != found[1][1]:
+        return {}
+    name = type(module).__name__
+    return {f"{side}_norm": partial(_put_norm_off, name, norm) for side, norm in zip("qk", found)}
+
+
+def _put_norm_off(layer: str, norm: tuple[Tensor, float], x: Tensor) -> Rows:
+    if not isinstance(x, Tensor) or x.shape[-1:] != norm[0].shape:
+        refuse(layer, "normalises queries or keys twice, after their rotation, or not by heads")
+    return Rows(layer, x, norm)
+
+
+def _weight_and_eps(module: nn.Module, norm: nn.Module | None, norms: dict[type, Norm]) -> tuple[Tensor, float] | None:
+    """What a norm of heads multiplies by, and its eps; None of another, or one that is more than its class."""
+    known = norms.get(type(norm))
+    if known is None or "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks:
         return None
-    for norms, known in _PROLOGUES:
-        # between the two is the attention function, which is chosen and called
-        head = [*_SHAPES, *known, *_ROTATION]
-        if statements[: len(head)] == head and statements[len(head) + 2 :] == _EPILOGUE:
-            kinds = ((x, _kind_of(x)) for x in names.values() if inspect.isclass(x) and issubclass(x, nn.Module))
-            return Form(norms, tuple((x, kind) for x, kind in kinds if kind), rope, repeats, slides)
+    eps, weight = getattr(norm, known.eps), norm.weight
+    if eps is None or weight is None or tuple(weight.shape) != (getattr(module, "head_dim", None),):
+        return None
+    return (1 + weight.float() if known.over_one else weight), eps
+
+
+@cache
+def norm_of(norm_class: type[nn.Module]) -> Norm | None:
+    """What a class of norms computes; None of one that is no RMS norm, or that takes more than channels and eps."""
+    with _apart():
+        x, weight = _numbers(0, 3, _CHANNELS), _numbers(1, _CHANNELS)
+        try:
+            if norm_class is not nn.RMSNorm and len(inspect.signature(norm_class).parameters) != 2:
+                return None
+            norm = norm_class(_CHANNELS, eps=_EPS).float()
+            norm.weight.copy_(weight)
+            made = norm.forward(x)
+        except Exception:  # whatever a class does that is no norm
+            return None
+        names = [name for name, value in vars(norm).items() if isinstance(value, float) and value == _EPS]
+        for over_one in (False, True):
+            if len(names) == 1 and _is_close(made, norm_rope(x, weight + over_one, _EPS, None, None)):
+                return Norm(over_one, names[0])
     return None
 
 
-def statements_of(function: Callable | None) -> list[str] | None:
-    """The statements of a function as Python writes them, without comments and docstring; None without a source."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body
-    except (OSError, TypeError, AttributeError, SyntaxError):  # no source, or no function's
-        return None
-    documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
-    return [ast.unparse(x) for x in body[documented:]]
+def rotations_of(rotary: Callable) -> dict[bool, tuple[str, Callable]]:
+    """What an ``apply_rotary_pos_emb`` does, by whether its tables have as many channels as a head, or fewer.
+
+    That is the kind of pairs, and what makes of its tables those of `qk_norm_rope`; nothing where it is another
+    function of (query, key, cos, sin).
+    """
+    found = {}
+    with _apart():
+        rows = _numbers(0, 2, 3, 5, _CHANNELS), _numbers(1, 2, 1, 5, _CHANNELS)
+        for whole, channels in ((True, _CHANNELS), (False, _CHANNELS // 2)):
+            tables = _numbers(2, 2, 5, channels), _numbers(3, 2, 5, channels)
+            try:
+                made = tuple(rotary(*rows, *tables))
+            except Exception:  # whatever a function does that takes other arguments
+                continue
+            for rope, change in product(ROPES, (_as_they_are, _repeated, *(() if whole else (_doubled,)))):
+                wanted = [norm_rope(x, None, None, *map(change, tables), rope) for x in rows]
+                if len(made) == 2 and all(map(_is_close, made, wanted)):
+                    found[whole] = rope, change
+    return found
 
 
-def _hands_sliding_window_on(statement: str) -> bool | None:
-    """Whether a call of the attention function gives it sliding_window; None where it is another statement."""
-    call = getattr(ast.parse(statement).body[0], "value", None)
-    if not isinstance(call, ast.Call) or not statement.startswith("attn_output, attn_weights = attention_interface("):
-        return None
-    keywords = {x.arg: ast.unparse(x.value) for x in call.keywords}
-    known = all(text in _KEYWORDS.get(name, ()) for name, text in keywords.items())
-    if not known or [ast.unparse(x) for x in call.args] != list(_CALLED) or not {*_ALWAYS} <= keywords.keys():
-        return None
-    return "sliding_window" in keywords
+def _rotary(original: Callable) -> Callable:
+    """A module's rotary embedding, which puts its work off where it is given `Table`."""
+    rotations = rotations_of(original)
+
+    @wraps(original, updated=())  # which may be a module
+    def apply_rotary_pos_emb(*args: object, **kwargs: object) -> object:
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Table)), None)
+        if given is None:
+            return original(*args, **kwargs)
+        if len(args) != 4 or kwargs or not isinstance(args[2], Table) or not isinstance(args[3], Table):
+            refuse(given.layer, f"calls {_ROTARY} with other arguments than query, key, cos, sin")
+        query, key, cos, sin = args
+        known = rotations.get(cos.shape[-1] == query.shape[-1])
+        if known is None:
+            refuse(given.layer, f"has an {_ROTARY} that is not known")
+        rope, change = known
+        rotation = {"cos": change(cos.tensor), "sin": change(sin.tensor), "rope": rope}
+        return _rotated(given.layer, query, rotation), _rotated(given.layer, key, rotation)
+
+    apply_rotary_pos_emb.rotations = rotations
+    return apply_rotary_pos_emb
 
 
-def _kind_of(norm_class: type[nn.Module]) -> str | None:
-    """How a class of norms multiplies; None of what is no RMS norm that is known."""
-    if norm_class is nn.RMSNorm:
-        return WEIGHT
-    if not norm_class.__name__.endswith("RMSNorm"):
-        return None
-    statements = statements_of(norm_class.forward)
-    for product in ("self.weight * hidden_states.to(input_dtype)", "(self.weight * hidden_states).to(input_dtype)"):
-        if statements == [*_SQUARES, f"return {product}"]:
-            return WEIGHT
-    norm = statements_of(getattr(norm_class, "_norm", None))
-    return ONE_PLUS_WEIGHT if (statements, norm) == (_GAIN_OVER_ONE, _NORM) else None
+def _rotated(layer: str, x: Tensor | Rows, rotation: dict[str, object]) -> Rows:
+    if not isinstance(x, Rows):
+        return Rows(layer, x, None, rotation)
+    if x.rotation is not None:
+        refuse(layer, "rotates queries or keys twice")
+    return Rows(layer, x.tensor, x.norm, rotation)
+
+
+def _as_they_are(table: Tensor) -> Tensor:
+    return table
+
+
+def _repeated(table: Tensor) -> Tensor:
+    """Of the first half, for pairs side by side."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
+
+
+def _doubled(table: Tensor) -> Tensor:
+    return torch.cat((table, table), -1)
+
+
+_CHANNELS, _EPS = 16, 0.5
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """On the CPU, whatever is traced, counted or put on another device where a model is made."""
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        yield
+
+
+def _numbers(seed: int, *shape: int) -> Tensor:
+    # a model is made under its own default dtype
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def _is_close(found: object, wanted: Tensor) -> bool:
+    return (
+        isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found.float(), wanted, 1e-4, 1e-5)
+    )
+
+
+def _flat(given: object) -> list[object]:
+    return [y for x in given for y in _flat(x)] if isinstance(given, (tuple, list)) else [given]

@@ -23,11 +23,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import causal_mask_function, sdpa_mask
-from transformers.utils.import_utils import is_tracing
 
+from sagebwd.extras import extra
 from sagebwd.masks import mask as masks
 from sagebwd.masks.argument import read_block_mask, read_mask
+
+with extra("transformers"):
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.utils.import_utils import is_tracing
 
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
 

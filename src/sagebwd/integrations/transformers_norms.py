@@ -5,7 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from sagebwd.extras import extra
+
+with extra("transformers"):
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
 def add_qk_norm(model: nn.Module) -> nn.Module:

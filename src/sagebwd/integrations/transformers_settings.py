@@ -8,10 +8,13 @@ import sys
 from functools import cache
 
 from torch import nn
-from transformers import PreTrainedModel
 
+from sagebwd.extras import extra
 from sagebwd.integrations.transformers_masks import USE_INSTEAD
 from sagebwd.recipe import AUTO
+
+with extra("transformers"):
+    from transformers import PreTrainedModel
 
 NAME = "sagebwd"
 _SETTINGS = ("recipe", "impl")

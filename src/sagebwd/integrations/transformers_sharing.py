@@ -15,12 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.import_utils import is_tracing
 
+from sagebwd.extras import extra
 from sagebwd.integrations.context_parallel import place, ring_attention, shard
 from sagebwd.integrations.transformers_masks import Mask
 from sagebwd.integrations.transformers_settings import NAME
+
+with extra("transformers"):
+    from transformers import PreTrainedModel
+    from transformers.utils.import_utils import is_tracing
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""The monitor in `pretrain`: measures what `sagebwd trace` does, disturbs nothing, warns, moves recipes."""
+"""The monitor in `pretrain`: measures what `sagebwd trace` does, disturbs nothing, warns."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from lab.training import pretrain
 from lab.training.model import build
 from sagebwd.diagnostics import monitor as monitoring
 from sagebwd.diagnostics.capture import capture
-from sagebwd.diagnostics.monitor import AttentionMonitor, choose_heads, ladder, worst_head
+from sagebwd.diagnostics.monitor import AttentionMonitor, choose_heads, worst_head
 from sagebwd.diagnostics.trace import measure
 from sagebwd.recipe import Recipe
 from tests.lab.training.faults import interrupted
@@ -72,7 +72,7 @@ def test_a_check_leaves_modes_gradients_random_numbers_and_attention_as_they_wer
     modes = [part.training for part in model.modules()]
     random = torch.get_rng_state()
     monitor = AttentionMonitor(ids)
-    monitor.layers = {0: monitoring.Layer("token", "token")}
+    monitor.layers = {0: monitoring.Layer()}
     captured = monitor._capture(model)
     assert [call.layer for call in captured] == [0]
     assert [part.training for part in model.modules()] == modes
@@ -86,8 +86,8 @@ def test_errors_are_those_of_trace_at_the_worst_head(model_and_ids):
     call = capture(model, ids, layers=[1])[0]
     rows = measure([call], ["paper"])
     monitor = AttentionMonitor(ids)
-    monitor.layers = {1: monitoring.Layer("paper", "paper")}
-    monitor._judge(call, 1, "reference")
+    monitor.layers = {1: monitoring.Layer()}
+    monitor._judge(call, 1, Recipe.named("paper"))
     found = monitor.layers[1]
     assert found.errors == {name: max(row.relative_l2[name] for row in rows) for name in monitoring.TENSORS}
     assert found.head == max(rows, key=lambda row: max(row.relative_l2["dq"], row.relative_l2["dk"])).head
@@ -159,75 +159,26 @@ def test_full_precision_and_no_checks_have_no_monitor(watched, tmp_path):
     assert result(tmp_path / "run")["monitor"] is None
 
 
-def test_a_key_outlier_warns_of_its_layer_and_names_a_recipe(watched, tmp_path, outlier):
+def test_a_key_outlier_warns_of_its_layer_and_changes_nothing(watched, tmp_path, outlier):
     with pytest.warns(UserWarning, match="attention monitor") as caught:
         pretrain.run(watched, tmp_path / "run")
     messages = [str(one.message) for one in caught if "layer" in str(one.message)]
-    assert len(messages) == 1
+    # again where training takes it below the threshold in between, which processors differ in
     assert re.match(r"attention monitor, step [24]: layer 1: relative L2 error of dQ 0\.", messages[0])
-    recipe, error = re.search(r"; (token\(.*?\)) has (\S+): set config", messages[0]).groups()
-    assert Recipe.parse(recipe) in ladder(Recipe.named("token"))[1:]
-    assert float(error) < 0.15
-    assert f'config.sagebwd["layers"]["1"] = {{"recipe": "{recipe}"}}, or monitor.precision=auto' in messages[0]
+    assert '; a finer recipe, as config.sagebwd["layers"]["1"] = ' in messages[0]
     assert result(tmp_path / "run")["monitor"]["layers"]["1"]["recipe"] == "token"
-
-
-def test_under_auto_an_injected_outlier_moves_its_layer_and_training_goes_on(watched, tmp_path, monkeypatch):
-    real = pretrain._Trainer.training_step
-
-    def training_step(self, model, *args, **kwargs):
-        if self.state.global_step == 3 and not getattr(self, "injected", False):
-            self.injected = True
-            with torch.no_grad():
-                model.model.layers[1].self_attn.k_norm.weight.mul_(60)
-        return real(self, model, *args, **kwargs)
-
-    monkeypatch.setattr(pretrain._Trainer, "training_step", training_step)
-    overrides = {"monitor.precision": "auto", "monitor.checks": 1}
-    pretrain.run(watched.replace({**overrides, "optimisation.steps": 12}), tmp_path / "run")
-    events = result(tmp_path / "run")["monitor"]["events"]
-    # layer 0 may have events too; and what comes after is training's, and differs between seeds and processors
-    warned, moved, *_ = (event for event in events if event["layer"] == 1)
-    assert (warned["step"], moved["step"]) == (4, 4)
-    assert "the layer moves if that lasts" in warned["message"]
-    recipe = re.match(r"layer 1: moved from token to (.*): relative L2 error of dQ \d", moved["message"]).group(1)
-    steps = [str(step) for step in ladder(Recipe.named("token"))]
-    assert recipe in steps[1:]
-    rungs = [[line[f"monitor/layer_{layer}/rung"] for line in checks(tmp_path / "run")] for layer in (0, 1)]
-    assert rungs[1][:2] == [0, float(steps.index(recipe))]
     saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    layers = {"0": {"recipe": "token"}} | saved["sagebwd"]["layers"]
-    assert layers == {str(layer): {"recipe": steps[int(rungs[layer][-1])]} for layer in (0, 1)}
-    losses = [line["loss"] for line in pretrain.read_metrics(tmp_path / "run") if "loss" in line]
-    assert len(losses) == 12
-    assert all(map(math.isfinite, losses))
-    assert losses[-1] < losses[0] - 0.5
+    assert saved["sagebwd"] == {"recipe": "token", "impl": "reference", "fuse": False}
 
 
-def test_a_move_changes_what_the_layer_computes(model_and_ids):
-    model, ids = model_and_ids()
-    before = model(input_ids=ids).logits
-    monitoring._set_recipe(model.config, 1, "full")
-    assert model.config.sagebwd == {
-        "recipe": "token", "impl": "reference", "fuse": False, "layers": {"1": {"recipe": "full"}}
-    }  # fmt: skip
-    moved = model(input_ids=ids).logits
-    assert not torch.equal(moved, before)
-    monitoring._set_recipe(model.config, 1, "token")
-    assert torch.equal(model(input_ids=ids).logits, before)
-
-
-def test_recipes_survive_a_checkpoint_and_a_resumed_run_is_one_never_stopped(watched, tmp_path, outlier):
-    config = watched.replace({"monitor.precision": "auto", "monitor.checks": 1})
-    pretrain.run(config, tmp_path / "whole")
+def test_counters_survive_a_checkpoint_and_a_resumed_run_is_one_never_stopped(watched, tmp_path, outlier):
+    pretrain.run(watched, tmp_path / "whole")
     with interrupted(5):
-        pretrain.run(config, tmp_path / "broken")
+        pretrain.run(watched, tmp_path / "broken")
     state = json.loads((tmp_path / "broken" / "checkpoint-4" / "trainer_state.json").read_text())
-    assert state["stateful_callbacks"][monitoring.STATE]["layers"]["1"]["recipe"] != "token"
-    pretrain.run(config, tmp_path / "broken", resume=True)
+    assert state["stateful_callbacks"][monitoring.STATE]["layers"]["1"]["highest"] > 0.15
+    pretrain.run(watched, tmp_path / "broken", resume=True)
     assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
     ends = [result(tmp_path / name)["monitor"] for name in ("broken", "whole")]
     assert ends[0]["layers"] == ends[1]["layers"]
     assert ends[0]["checks"] == ends[1]["checks"] == 4
-    moves = [[event for event in end["events"] if "moved" in event["message"]] for end in ends]
-    assert moves[0] == moves[1] != []

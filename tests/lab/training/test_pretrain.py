@@ -206,11 +206,3 @@ def test_from_full_precision_to_a_recipe_and_back(tiny, tmp_path):
     assert here[8, "loss"] < here[1, "loss"] - 0.5
     watched = {line["step"] for line in pretrain.read_metrics(tmp_path / "run") if "monitor/seconds" in line}
     assert watched == {5, 6}, "while attention is quantised"
-
-
-def test_not_under_automatic_precision(tiny, tmp_path):
-    automatic = tiny.replace({"monitor.every": 2, "monitor.precision": "auto"})
-    with interrupted(5):
-        pretrain.run(automatic, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"attention\.recipe cannot change on --resume under monitor\.precision=auto"):
-        pretrain.run(automatic.replace({"attention.recipe": "mixed"}), tmp_path / "run", resume=True)
