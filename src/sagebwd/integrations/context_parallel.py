@@ -11,16 +11,24 @@ while; outputs of the steps are averaged with the weights exp(lse). Gradients tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sagebwd import checks
-from sagebwd.arguments import autocast
+from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
+from sagebwd.integrations.ring_agreement import agree
 from sagebwd.recipe import AUTO, Recipe
+
+_NO_RING = (
+    "torch's own attention, which alone takes such heads, gives no lse to merge parts by: divide heads in place of "
+    "tokens, or gather the whole sequence for this layer"
+)
 
 
 def shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -60,11 +68,13 @@ def ring_attention(
     """Attention of this process's queries to the keys of all processes; differentiable.
 
     All processes of the group call it, with tensors of the same shapes and alike in what needs a gradient, and all run
-    backward. On one process, or without a process group, it is `sage_attention`. torch.compile breaks the graph here.
+    backward. Calls are compared before anything is sent, for which the host waits. On one process, or without a
+    process group, it is `sage_attention`. torch.compile breaks the graph here.
 
     Args:
         query: (batch, heads, tokens, head_dim), what `shard` gave this process of the sequence.
-        key, value: (batch, kv_heads, tokens, head_dim), likewise; without ``is_causal`` of any length.
+        key, value: (batch, kv_heads, tokens, head_dim), likewise; without ``is_causal`` of any length. head_dims up
+            to 256.
         is_causal: of the whole sequence, in the order from before `shard`.
         scale, enable_gqa, recipe, impl: as in `sage_attention`. Under recipes that quantise, scales and means are
             those of a step's keys, and so not quite those of one process.
@@ -74,21 +84,49 @@ def ring_attention(
         (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast).
 
     Raises:
-        ValueError: under ``is_causal``, lengths that differ or do not split into two chunks; as `sage_attention`.
+        ValueError: under ``is_causal``, lengths that differ or do not split into two chunks; where another process
+            makes another call or refuses its own; as `sage_attention`.
         TypeError, NotImplementedError: as `sage_attention`.
     """
-    count = place(group)[1]
     options = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "impl": impl}
-    if count == 1:
+    return checked_ring_attention(query, key, value, is_causal, options, group, lambda: None)
+
+
+def checked_ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, options: dict[str, Any],
+    group: dist.ProcessGroup | None, check: Callable[[], None],
+) -> Tensor:  # fmt: skip
+    """`ring_attention` of a caller that may refuse calls: where ``check`` raises on one process, all raise."""
+    if place(group)[1] == 1:
+        check()
         return sage_attention(query, key, value, is_causal=is_causal, **options)
-    tokens = query.shape[-2]
-    if is_causal and (tokens % 2 or key.shape[-2] != tokens):
-        raise ValueError(
-            f"query, key: {tokens} and {key.shape[-2]} tokens; under is_causal as many, and an even number: two chunks"
-        )
+    if not checks.are_tensors(query, key, value):
+        choice_of(query, key, value)  # which says so
     query, *held = autocast(query, key, value)
+    options = options | {"return_lse": True}
+
+    def check_all() -> None:
+        check()
+        checks.refuse_only_torch(query, held[1], None, 0, _NO_RING)
+        choice_of(query, *held, is_causal=is_causal, **options)
+        tokens, kv_tokens = query.shape[-2], held[0].shape[-2]
+        if is_causal and (tokens % 2 or kv_tokens != tokens):
+            raise ValueError(
+                f"query, key: {tokens} and {kv_tokens} tokens; under is_causal as many, and an even number: two chunks"
+            )
+
     with checks.in_ring():
-        return _ring(query, held, is_causal, options | {"return_lse": True}, group)
+        agree(group, query, _facts(query, *held, is_causal, options), check_all)
+        return _ring(query, held, is_causal, options, group)
+
+
+def _facts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, options: dict[str, Any]) -> dict[str, str]:
+    """What has to be the same in the call of each process, by name."""
+    given = {"query": query, "key": key, "value": value}
+    facts = {name: f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in given.items()}
+    trained = [name for name, x in given.items() if x.requires_grad and torch.is_grad_enabled()]
+    facts["gradients"] = f"of {', '.join(trained)}" if trained else "none"
+    return facts | {"is_causal": str(is_causal)} | {name: str(option) for name, option in options.items()}
 
 
 def _ring(
@@ -99,22 +137,24 @@ def _ring(
     o = lse = None
     for step in range(count):
         requests: list[Any] = []
-        coming = held if step == count - 1 else _Rotate.apply(group, requests, *held)
-        if step == 0:
-            part, lse = sage_attention(query, *held, is_causal=is_causal, **options)
-            o, dtype = part.to(lse.dtype), part.dtype
-        elif not is_causal:
-            o, lse = _merged(o, lse, *sage_attention(query, *held, **options))
-        elif step <= rank:  # of an earlier process: all queries see its first chunk, and none its second
-            first = (x[..., : tokens // 2, :] for x in held)
-            o, lse = _merged(o, lse, *sage_attention(query, *first, **options))
-        else:  # of a later one: the second chunk of queries sees all
-            early, late = o.chunk(2, -2), lse.chunk(2, -1)
-            seen = sage_attention(query[..., tokens // 2 :, :], *held, **options)
-            late_o, late_lse = _merged(early[1], late[1], *seen)
-            o, lse = torch.cat((early[0], late_o), -2), torch.cat((late[0], late_lse), -1)
-        for request in requests:
-            request.wait()
+        try:
+            coming = held if step == count - 1 else _Rotate.apply(group, requests, *held)
+            if step == 0:
+                part, lse = sage_attention(query, *held, is_causal=is_causal, **options)
+                o, dtype = part.to(lse.dtype), part.dtype
+            elif not is_causal:
+                o, lse = _merged(o, lse, *sage_attention(query, *held, **options))
+            elif step <= rank:  # of an earlier process: all queries see its first chunk, and none its second
+                first = (x[..., : tokens // 2, :] for x in held)
+                o, lse = _merged(o, lse, *sage_attention(query, *first, **options))
+            else:  # of a later one: the second chunk of queries sees all
+                early, late = o.chunk(2, -2), lse.chunk(2, -1)
+                seen = sage_attention(query[..., tokens // 2 :, :], *held, **options)
+                late_o, late_lse = _merged(early[1], late[1], *seen)
+                o, lse = torch.cat((early[0], late_o), -2), torch.cat((late[0], late_lse), -1)
+        finally:  # an exchange that is left under way would meet the next one
+            for request in requests:
+                request.wait()
         held = coming
     return o.to(dtype)
 
@@ -130,6 +170,7 @@ class _Rotate(torch.autograd.Function):
         return received
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         received, requests = _exchanged(gradients, -1, ctx.group)
         for request in requests:
