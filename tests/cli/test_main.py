@@ -84,7 +84,7 @@ def test_doctor_says_of_a_wide_head_that_nothing_here_runs_it(command, recipe, w
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("doctor", "--head-dim", "0"), "head_dim='0': expected a number from 1, or two as 192/128"),
+        (("doctor", "--head-dim", "0"), "head_dim='0': expected a number from 1 to 65536, or two as"),
         (("doctor", "--head-dim", "128/x"), "head_dim='128/x': expected a number from 1"),
         (("doctor", "--head-dim", "64", "--head-dim", "128"), "several --head-dim belong to --measure"),
         (("doctor", "--kind", "causal"), "--kind, --output, --commit and several --head-dim belong to --measure"),

@@ -276,8 +276,12 @@ def _checked(content: object) -> list[dict]:
     return rows
 
 
+# Of what is counted: no call has more, and products of three are floats.
+_MOST = 1 << 63
+
+
 def _is_count(x: object) -> bool:
-    return type(x) is int and x > 0
+    return type(x) is int and 0 < x <= _MOST
 
 
 def _is_time(x: object) -> bool:
@@ -293,12 +297,12 @@ def _are_times(others: object) -> bool:
 
 # What `sagebwd.auto.fit` reads of a row, which values it takes and what these are called.
 _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("head_dim", "value_dim", "batch", "heads", "tokens"), (_is_count, "an integer, at least 1")),
+    **dict.fromkeys(("head_dim", "value_dim", "batch", "heads", "tokens"), (_is_count, "an integer from 1 to 2^63")),
     "direction": (DIRECTIONS.__contains__, f"one of {', '.join(DIRECTIONS)}"),
     "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
     **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
     **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, "a positive number or null")),
-    "kv_heads": (_is_count, "an integer, at least 1"),
+    "kv_heads": (_is_count, "an integer from 1 to 2^63"),
     **dict.fromkeys(("kv_tokens", "width"), (lambda x: x in (0, None) or _is_count(x), "an integer or null")),
     "picked": (lambda x: isinstance(x, str), "a text"),
 }
