@@ -62,6 +62,7 @@ def attention(
     from benchmarks.packed import packed_shapes
     from benchmarks.plot import plot_attention
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
@@ -69,6 +70,7 @@ def attention(
 
     commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]))
     check_device(device)
+    check_folder("--output", output)
     for name in impl or ():
         check_known(name)
     low_bit.check(peer or ())
@@ -188,12 +190,14 @@ def masks(
     from benchmarks import mask_cases
     from benchmarks import masks as benchmark
     from sagebwd.cli.hardware import check_device, command_output
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, save
     from sagebwd.dispatch import check_known
 
     commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
     commands.check_at_least(0, processes=processes)
     check_device(device)
+    check_folder("--output", output)
     check_known(impl)
     names = attention or list(mask_cases.DEFAULT)
     for name in names:
@@ -269,6 +273,7 @@ def block(
     """Speed of QK-norm, rotary embedding and attention, against compiled norm and rotary with BF16 attention."""
     from benchmarks import block as benchmark
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, save
     from sagebwd.cli.terminal import console, progress, quiet
     from sagebwd.recipe import Recipe
@@ -279,6 +284,7 @@ def block(
         if width % 2 or width > 256:
             raise ValueError(f"head_dim={width} is not of this benchmark; accepted: even numbers up to 256")
     check_device(device)
+    check_folder("--output", output)
     Recipe.parse_or_auto(recipe)
     on_cpu = device == "cpu"
     lengths = tokens or ([256] if on_cpu else [2048, 4096, 8192])

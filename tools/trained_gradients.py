@@ -40,8 +40,10 @@ from lab.training.continued import tokens
 from lab.training.data import know_runs
 from sagebwd import sage_attention
 from sagebwd.cli.hardware import check_device
+from sagebwd.cli.outputs import check_files
 from sagebwd.cli.results import environment
 from sagebwd.diagnostics.models import load_model, text_windows, windows
+from sagebwd.environment import write_whole
 from sagebwd.recipe import Recipe
 
 EXACT, ROUNDED = "fp32", "bf16"
@@ -179,7 +181,7 @@ def kept(given: argparse.Namespace, measured: Iterable[dict], facts: dict[str, o
         rows.append(row)
         print(f"window {row['window']} of {given.windows} windows", file=sys.stderr, flush=True)
         if given.output is not None:
-            given.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            write_whole(given.output, json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     return rows
 
 
@@ -198,6 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="what ran, outside a git checkout")
     given = parser.parse_args(arguments)
     check_device(given.device)
+    try:
+        check_files({"--output": given.output}, {"MODEL": given.model, "TEXT": given.text, "--weights": given.weights})
+    except ValueError as error:
+        parser.error(str(error))
     recipes = [text if text == ROUNDED else str(Recipe.parse(text)) for text in given.recipe or RECIPES]
     know_runs()
     model = load_model(given.model, given.device, torch.float32)

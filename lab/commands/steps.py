@@ -43,10 +43,12 @@ def bench_training(
     check_at_least(1, steps=steps, warmup=warmup, batch=batch, vocabulary=vocabulary, context=min(context or [1]))
     chosen = load(config, setting)
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import save
     from sagebwd.cli.terminal import console, loading, progress, quiet
 
     check_device(device)
+    check_folder("--output", output)
     quiet()
     with loading("transformers"):
         from lab.steps import tables
