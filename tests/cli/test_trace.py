@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sagebwd.cli import main as cli
 from sagebwd.cli import outputs
@@ -135,8 +137,6 @@ def test_what_is_cut_off_leaves_the_file_of_before(captured, monkeypatch):
 
 @pytest.mark.parametrize("layers", [None, "[]", "not JSON", "{}", '[{"layer": 0}]', "[1]", "null"])
 def test_a_captured_file_that_does_not_say_its_layers(command, tmp_path, layers):
-    from safetensors.torch import save_file
-
     path = tmp_path / "x.safetensors"
     described = {} if layers is None else {"layers": layers}
     save_file({"x": torch.zeros(1)}, path, {"format": "sagebwd.capture.1"} | described)
@@ -145,13 +145,41 @@ def test_a_captured_file_that_does_not_say_its_layers(command, tmp_path, layers)
     assert f"{path}: it does not say which layers it holds" in err
 
 
+@pytest.mark.parametrize(("setting", "value"), [("heads", [0]), ("group", 0), ("scale", "1"), ("kv_heads", [0])])
+def test_a_captured_file_whose_tensors_are_of_other_heads(command, captured, setting, value):
+    with safe_open(captured, "pt") as file:
+        metadata = file.metadata()
+    tensors = {name: x.clone() for name, x in load_file(captured).items()}  # which it maps
+    layers = json.loads(metadata["layers"])
+    layers[1][setting] = value
+    save_file(tensors, captured, metadata | {"layers": json.dumps(layers)})
+    code, _, err = command("trace", "--load", captured, "--layers", "0", "--recipe", "full")
+    assert (code, err.count("sagebwd:")) == (0, 0)
+    code, _, err = command("trace", "--load", captured)
+    assert code == 2
+    assert f"{captured}: tensors of layer 1 are not those of the heads that it names" in err
+
+
+@pytest.mark.parametrize(
+    ("damaged", "content"), [("model.safetensors", b"no weights"), ("config.json", b"{"), ("tokenizer.json", b"{")]
+)
+def test_a_model_that_is_damaged_is_named(command, tmp_path, damaged, content):
+    build().save_pretrained(tmp_path)
+    (tmp_path / damaged).write_bytes(content)
+    code, _, err = command("trace", "--model", tmp_path)
+    assert code == 2
+    assert f"model='{tmp_path}': it cannot be loaded (" in err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
+        ("x.txt", b"", "it is empty"),
         ("x.txt.xz", b"no archive", "broken or cut-off archive (Input format not supported"),
         ("x.txt.xz", lzma.compress(b"text" * 99)[:-20], "broken or cut-off archive (Compressed file ended"),
         ("x.txt", b"\xff\xfe", "not UTF-8 (byte 0xff); convert it with: iconv"),
     ],
+    ids=["empty", "no archive", "cut off", "other bytes"],
 )
 def test_a_text_that_cannot_be_read_is_named(command, monkeypatch, tmp_path, name, content, told):
     monkeypatch.setattr(models, "load_model", lambda path, device: None)

@@ -254,9 +254,16 @@ def load(path: str | Path, layers: Sequence[int] | None = None, device: str = "c
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"{path}: not a file of captured tensors, which `sagebwd trace --save` writes")
-            return [_read(file, entry) for entry in _described(path, metadata, layers)]
+            captured = [_read(file, entry) for entry in _described(path, metadata, layers)]
     except SafetensorError as error:
         raise ValueError(f"{path}: not a safetensors file, or cut off ({error})") from None
+    for call in captured:
+        if not _fits(call):
+            raise ValueError(
+                f"{path}: tensors of layer {call.layer} are not those of the heads that it names; write it anew by "
+                "`sagebwd trace --save`"
+            )
+    return captured
 
 
 def _described(path: str | Path, metadata: dict[str, str], layers: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -274,3 +281,15 @@ def _described(path: str | Path, metadata: dict[str, str], layers: Sequence[int]
 def _read(file: safe_open, entry: dict[str, Any]) -> Captured:
     settings = {key: tuple(x) if isinstance(x, list) else x for key, x in entry.items()}
     return Captured(**settings, **{name: file.get_tensor(f"layer.{entry['layer']}.{name}") for name in TENSORS})
+
+
+def _fits(call: Captured) -> bool:
+    """Whether tensors and settings of a file are of one attention call."""
+    q, k, v, _ = tensors = [getattr(call, name) for name in TENSORS]
+    if any(x.dim() != 4 for x in tensors) or type(call.group) is not int or call.group < 1:
+        return False
+    of_queries, of_keys = (q.shape[0], len(call.heads), q.shape[2]), (q.shape[0], len(call.kv_heads), k.shape[2])
+    expected = [(*of_queries, q.shape[3]), (*of_keys, q.shape[3]), (*of_keys, v.shape[3]), (*of_queries, v.shape[3])]
+    read = {head // call.group for head in call.heads}
+    is_set = isinstance(call.scale, (int, float)) and isinstance(call.is_causal, bool)
+    return is_set and [tuple(x.shape) for x in tensors] == expected and read <= set(call.kv_heads)

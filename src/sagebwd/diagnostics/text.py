@@ -26,10 +26,16 @@ def open_text(path: Path) -> TextIO:
 
 
 def read_text(path: str | Path | None) -> str:
-    """The content of a text file; of `SAMPLE_TEXT` for None. Raises ValueError, which names it, for a damaged one."""
+    """The content of a text file; of `SAMPLE_TEXT` for None.
+
+    Raises ValueError, which names it, for one that is damaged or empty.
+    """
     path = Path(path or SAMPLE_TEXT)
     with readable(f"text={str(path)!r}"), open_text(path) as file:
-        return file.read()
+        text = file.read()
+    if not text:
+        raise ValueError(f"text={str(path)!r}: it is empty")
+    return text
 
 
 @contextmanager
