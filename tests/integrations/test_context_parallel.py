@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sagebwd import sage_attention
-from sagebwd.integrations import context_parallel
+from sagebwd.integrations import ring
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
@@ -111,7 +111,7 @@ def a_step_that_fails(group):
     """What a step raises on all processes, as too little memory, leaves no exchange under way."""
     x = torch.randn(1, 2, 20, 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_parallel, "sage_attention", lambda *_, **__: 1 / 0)
+        patch.setattr(ring, "sage_attention", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ring_attention(x, x, x, group=group)
     check_still_whole(group)

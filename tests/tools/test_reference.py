@@ -15,6 +15,8 @@ from tools import reference
 INSIDE = {
     *(f"transformers_{part}" for part in ("fusion", "masks", "norms", "padding", "settings", "sharing", "torch")),
     "flash_attn_modules",
+    "ring",
+    "ring_agreement",
 }
 
 

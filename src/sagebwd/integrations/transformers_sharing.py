@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
-from sagebwd.integrations.context_parallel import checked_ring_attention, place, shard
+from sagebwd.integrations.context_parallel import shard
+from sagebwd.integrations.ring import checked_ring_attention, place
 from sagebwd.integrations.transformers_masks import Mask
 from sagebwd.integrations.transformers_settings import NAME
 
