@@ -3,6 +3,7 @@
 The merge is only right where lse is that of the true scores, and gradients only where lse is differentiable.
 """
 
+import os
 from functools import partial
 
 import pytest
@@ -137,6 +138,34 @@ def worker():
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 def test_ring_over_two_and_four_processes_is_attention_in_one():
     finish(begin(RANKS, "cpu", worker))
+
+
+def on_gpus():
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    whole = torch.randn(1, 2, 512, 64, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
+    exact = shard(F.scaled_dot_product_attention(*[whole.float()] * 3, is_causal=True), 2)
+    x = shard(whole, 2)
+
+    def check_right():
+        assert relative_l2(ring_attention(x, x, x, is_causal=True, recipe="full"), exact) < 0.01
+
+    check_right()
+    for other in (x[:, :, : 200 - 100 * rank], x.to([torch.bfloat16, torch.half][rank])):
+        with pytest.raises(ValueError, match="calls of the group's processes differ"):
+            ring_attention(other, other, other, is_causal=True)
+        check_right()
+    with pytest.raises(ValueError, match=r"rank 1 refuses it|none called 'nope'"):
+        ring_attention(x, x, x, recipe=["auto", "nope"][rank])
+    check_right()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ring_over_two_gpus_and_calls_that_differ():
+    finish(begin(2, "cuda", on_gpus))
 
 
 def test_one_process_has_all():
