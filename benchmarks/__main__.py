@@ -99,12 +99,12 @@ def attention(
                 shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
             )
             rows += measured
+            path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
             console.print(_attention_table(str(shape), measured))
             for line in low_bit.comparisons(measured):
                 console.print(line, markup=False)
             for name, reason in measured[-1].peer_gates.items():
                 console.print(f"{name} does not count here, {reason}", markup=False)
-            path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not baselines.may_claim_best(benchmark.timed_both_ways(rows), device):
@@ -306,10 +306,9 @@ def block(
             measured = benchmark.measure_shape(shape, recipe, device, rounds, tell=told)
             rows += measured
             longest = max(longest, time.perf_counter() - began)
+            # anew with every shape: one that is cut off has what it measured
+            path = save(rows, facts, output, "block")
             console.print(_block_table(str(shape), measured))
-            path = save(
-                rows, facts, output, "block"
-            )  # anew with every shape: one that is cut off has what it measured
     if not rows:
         raise ValueError(f"--seconds {seconds:g}: no shape was timed; give more")
     console.print(f"wrote {path}", soft_wrap=True)

@@ -75,11 +75,11 @@ def bench_training(
                 ), **shared,
             )  # fmt: skip
             rows += measured
-            console.print(tables.table(measured))
-            console.print(tables.parts_table(measured))
             if processes.is_first():  # anew with every context: one that is cut off has what it measured
                 path = save(rows, facts, output, name)
-                console.print(f"wrote {path}")
+            console.print(tables.table(measured))
+            console.print(tables.parts_table(measured))
+            console.print(f"wrote {path}")
     processes.leave()
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("an attention FAILED: its gradients are wrong, do not use it")
