@@ -115,8 +115,8 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
     Raises OSError, which names the file, where it cannot be written; nothing of it is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    target = Path(os.path.realpath(path))
-    is_special = target.exists() and not target.is_file()
+    is_special = path.exists() and not path.is_file()  # /dev/stdout may be a link to a pipe, which has no path
+    target = path if is_special else Path(os.path.realpath(path))
     temporary = target if is_special else target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         if target.exists() and not os.access(target, os.W_OK):
