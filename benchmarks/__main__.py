@@ -62,6 +62,7 @@ def attention(
     from benchmarks.packed import packed_shapes
     from benchmarks.plot import plot_attention
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
@@ -69,6 +70,7 @@ def attention(
 
     commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]))
     check_device(device)
+    check_folder("--output", output)
     for name in impl or ():
         check_known(name)
     low_bit.check(peer or ())
@@ -97,12 +99,12 @@ def attention(
                 shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
             )
             rows += measured
+            path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
             console.print(_attention_table(str(shape), measured))
             for line in low_bit.comparisons(measured):
                 console.print(line, markup=False)
             for name, reason in measured[-1].peer_gates.items():
                 console.print(f"{name} does not count here, {reason}", markup=False)
-            path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
     console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not baselines.may_claim_best(benchmark.timed_both_ways(rows), device):
@@ -190,12 +192,14 @@ def masks(
     from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
     from sagebwd.cli.hardware import check_device, command_output
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, path_of, save
     from sagebwd.dispatch import check_known
 
     commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
     commands.check_at_least(0, processes=processes)
     check_device(device)
+    check_folder("--output", output)
     check_known(impl)
     names = attention or list(mask_attentions.DEFAULT)
     for name in names:
@@ -277,6 +281,7 @@ def block(
     """Speed of QK-norm, rotary embedding and attention, against compiled norm and rotary with BF16 attention."""
     from benchmarks import block as benchmark
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, save
     from sagebwd.cli.terminal import console, progress, quiet
     from sagebwd.recipe import Recipe
@@ -287,6 +292,7 @@ def block(
         if width % 2 or width > 256:
             raise ValueError(f"head_dim={width} is not of this benchmark; accepted: even numbers up to 256")
     check_device(device)
+    check_folder("--output", output)
     Recipe.parse_or_auto(recipe)
     on_cpu = device == "cpu"
     lengths = tokens or ([256] if on_cpu else [2048, 4096, 8192])
@@ -308,10 +314,9 @@ def block(
             measured = benchmark.measure_shape(shape, recipe, device, rounds, tell=told)
             rows += measured
             longest = max(longest, time.perf_counter() - began)
+            # anew with every shape: one that is cut off has what it measured
+            path = save(rows, facts, output, "block")
             console.print(_block_table(str(shape), measured))
-            path = save(
-                rows, facts, output, "block"
-            )  # anew with every shape: one that is cut off has what it measured
     if not rows:
         raise ValueError(f"--seconds {seconds:g}: no shape was timed; give more")
     console.print(f"wrote {path}", soft_wrap=True)

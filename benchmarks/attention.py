@@ -11,6 +11,7 @@ TFLOPS count the useful work of `benchmarks.shapes.flops`: INT8 products at thei
 from __future__ import annotations
 
 import csv
+import io
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
@@ -29,6 +30,7 @@ from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import model
 from sagebwd.call import Ask
 from sagebwd.cli.timer import ROUNDS, time_interleaved
+from sagebwd.environment import write_whole
 from sagebwd.recipe import FP8, Recipe
 from sagebwd.switches import switches
 
@@ -313,8 +315,9 @@ def deterministic_cost(rows: list[Measurement], impl: str, recipe: str, directio
 def save_csv(rows: list, path: Path) -> Path:
     """Write the rows, dataclasses, beside ``path``, as .csv; its path. What is None there is empty."""
     path = path.with_suffix(".csv")
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])] if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(rows[0])] if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_whole(path, text.getvalue())
     return path

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
 def main() -> None:
     """Entry point of `sagebwd`."""
     stop_by_ctrl_c("sagebwd")
-    from sagebwd.cli.main import main as command
+    with _in_one_line("sagebwd"):  # the import too, which reads environment variables
+        from sagebwd.cli.main import main as command
 
-    command()
+        command()
 
 
 def stop_by_ctrl_c(name: str) -> None:
@@ -70,12 +73,32 @@ def command_line(text: str) -> typer.Typer:
 
 def run(app: typer.Typer, name: str) -> None:
     """Run a command line: an error that a person can mend is one line, which begins with ``name``, and exit code 2."""
-    import typer
-
-    try:
+    with _in_one_line(name):
         app()
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+
+
+@contextmanager
+def _in_one_line(name: str) -> Iterator[None]:
+    """What `run` says of errors."""
+    try:
+        yield
+    except Exception as error:
+        line = _line(error)
+        if line is None:
+            raise
         # settings are wrong in all processes of a run alike
         if os.environ.get("LOCAL_RANK", "0") == "0" or isinstance(error, OSError):
-            typer.secho(f"{name}: {error}", fg="red", err=True)
+            import typer
+
+            typer.secho(f"{name}: {line}", fg="red", err=True)
         sys.exit(2)
+
+
+def _line(error: Exception) -> str | None:
+    """What a person is told of an error that a person can mend; None of any other, which is a fault of ours."""
+    # torch's, on a GPU and on a CPU, without an import of torch
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        return f"too little memory: {str(error).splitlines()[0]}"
+    if isinstance(error, (ValueError, TypeError, NotImplementedError, OSError, MemoryError)):
+        return str(error) or type(error).__name__
+    return None

@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer
 
 from sagebwd_command import command_line, run
+from tests import programs
 from tests.commands import ROOT
 
 # a process that is interrupted where it first looks for a module, as by Ctrl-C then
@@ -76,3 +78,44 @@ def test_ctrl_c_that_a_command_leaves_is_one_line(monkeypatch, capsys):
         with pytest.raises(SystemExit) as stop:
             run(app, "name")
         assert (stop.value.code, capsys.readouterr().err.strip()) == (code, said)
+
+
+@pytest.mark.parametrize("program", [SCRIPT, "import runpy; " + module_run("lab")])
+def test_a_variable_that_is_not_understood_is_one_line(program):
+    done = programs.run(program, ROOT, "trace", "--model", "x", SAGEBWD_DISABLED="yes")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(": SAGEBWD_DISABLED='yes' is not understood; accepted: 0 and 1")
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_standard_output_a_command_runs():
+    """As under `>&-`."""
+    done = programs.run(f"import sys; sys.stdout = None; {SCRIPT}", ROOT, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "x: too little memory: CUDA out of memory. Tried"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you"), "x: too little memory: DefaultCPUAllocator"),
+        (MemoryError(), "x: MemoryError"),
+        (PermissionError(13, "Permission denied", "a file"), "x: [Errno 13] Permission denied: 'a file'"),
+    ],
+)
+def test_errors_that_a_person_can_mend_are_one_line(capsys, error, told):
+    def command():
+        raise error
+
+    with pytest.raises(SystemExit, match="2"):
+        run(command, "x")
+    line = capsys.readouterr().err
+    assert line.startswith(told)
+    assert line.count("\n") == 1
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="size"):
+        run(lambda: torch.ones(2) @ torch.ones(3), "x")
+    with pytest.raises(ZeroDivisionError):
+        run(lambda: 1 / 0, "x")

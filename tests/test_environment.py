@@ -183,7 +183,35 @@ def test_files_that_many_write_are_whole(tmp_path):
     assert [x.name for x in path.parent.iterdir()] == ["file"]
 
 
+def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    environment.write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+    reader, writer = os.pipe()  # as /dev/stdout is one, which then leads to no path
+    (tmp_path / "pipe").symlink_to(f"/dev/fd/{writer}")
+    environment.write_whole(tmp_path / "pipe", "new")
+    assert os.read(reader, 99) == b"new"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_protected_file_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write all
+    with pytest.raises(PermissionError, match=str(tmp_path / "file")):
+        environment.write_whole(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
+
+
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(path):
+        path.write_text("a part")
+        raise OSError(28, "No space left on device", str(path))
+
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/new'"):
+        environment.write_whole(tmp_path / "new", full)
     (tmp_path / "file").mkdir()
     with pytest.raises(IsADirectoryError):
         environment.write_whole(tmp_path / "file", "text")

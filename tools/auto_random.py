@@ -37,6 +37,7 @@ from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.hardware import check_device
 from sagebwd.cli.measure import FA4_CACHE, MOST_PROCESSES, compile_run, run_of
+from sagebwd.cli.outputs import check_folder
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.results import environment, path_of, save
 from sagebwd.cli.timer import time_contenders
@@ -325,7 +326,7 @@ def _known(path: Path) -> dict[tuple[int, int], Row]:
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     if not all("seed" in row for row in rows):
-        raise ValueError(f"{path} has other rows; accepted: another folder")
+        raise ValueError(f"--output: {path} has other rows; accepted: another folder")
     return {(row["seed"], row["number"]): Row(**row) for row in rows}
 
 
@@ -344,9 +345,10 @@ def main(arguments: list[str] | None = None) -> int:
     facts = environment(given.device, given.commit)
     path = path_of(facts, given.output, "auto")
     try:
+        check_folder("--output", given.output)
         rows = _known(path)
     except ValueError as error:
-        parser.error(f"--output: {error}")
+        parser.error(str(error))
     known = {number for seed, number in rows if seed == given.seed}
     if given.device.startswith("cuda"):
         anew = [call for number, call in enumerate(calls) if number not in known]

@@ -48,6 +48,8 @@ from torch.utils.checkpoint import checkpoint
 from sagebwd import read_block_mask, read_mask, sage_attention, sage_attention_varlen
 from sagebwd.cache import ENTRIES
 from sagebwd.cli.hardware import check_device
+from sagebwd.cli.outputs import check_files
+from sagebwd.environment import write_whole
 from sagebwd.switches import current, switches
 
 # How a process says what it is at, and for how many seconds that may last.
@@ -570,7 +572,7 @@ def walk(rounds: list[Round], device: str, others: int, until: float, path: Path
             print("\n  ".join([f"step {one['step']} differs: {one['what']}", *one["steps"]]), flush=True)
         printed, done = len(differences), len(history)
         record = {"steps": done, "differ": printed, "differences": differences[:PRINTED]}
-        path.write_text(json.dumps(record), encoding="utf-8")
+        write_whole(path, json.dumps(record))
         if time.monotonic() - said > SAID_EVERY:
             said = time.monotonic()
             print(f"{done} steps, {printed} differ, {said - began:.0f} s", flush=True)
@@ -715,6 +717,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a JSON file for the record")
     given = parser.parse_args(arguments)
     check_device(given.device)
+    try:
+        check_files({"--output": given.output})
+    except ValueError as error:
+        parser.error(str(error))
     began, width = time.monotonic(), min(PROCESSES, os.cpu_count() or 1)
     rounds = Planner(given.seed, given.device, given.device == "cuda").rounds(given.steps)
     calls = list(dict.fromkeys(step.call for each in rounds for step in each.steps if step.call))
@@ -735,8 +741,7 @@ def main(arguments: list[str] | None = None) -> int:
             record |= json.loads(path.read_text(encoding="utf-8"))
     record["seconds"] = round(time.monotonic() - began, 1)
     if given.output is not None:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_whole(given.output, json.dumps(record, indent=1))
     print(f"{record['steps']} steps, {record['differ']} differ, {record['seconds']:.0f} s")
     if record["differ"] or record["failed"]:
         return 1

@@ -28,6 +28,7 @@ from sagebwd.auto import model
 from sagebwd.auto.contenders import FA3, FA4, FLASH, LOW, PEERS
 from sagebwd.auto.fit import BOUND, fitted, size_of, times_of
 from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING, Times, widths_text
+from sagebwd.environment import write_whole
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -279,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
                 shown.add_row("  torch always", *torch.cells())
         console.print(shown)
     if given.write:
-        MODEL.write_text(text_of(names), encoding="utf-8")
+        write_whole(MODEL, text_of(names))
         print(f"wrote {MODEL}")
 
 

@@ -27,6 +27,7 @@ import torch
 from lab.training.gpus import visible_gpus
 from sagebwd.cli.hardware import check_device, command_output
 from sagebwd.cli.results import environment, save
+from sagebwd.environment import write_whole
 from tools.tree import digest
 
 KERNELS = "src/sagebwd/kernels"
@@ -187,7 +188,7 @@ def run_sequences(steps: int, device: str, output: Path, code: str, until: float
     elif status is not None:
         found["failed"] = f"ended with status {status}"
     found["left"] = found["steps"] < steps and not found["failed"]
-    path.write_text(json.dumps(found), encoding="utf-8")
+    write_whole(path, json.dumps(found))
     return found
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import triton
 
+from sagebwd.environment import write_whole
 from sagebwd.kernels.sm90.widths import FORMS
 
 ROOT = Path(__file__).parents[1]
@@ -87,9 +88,7 @@ def launches(call: tuple, triton_folder: str | None = None) -> list[dict]:
     if isinstance(rows, str):
         raise RuntimeError(f"tools.cross_compile {name_of(call)}:\n{rows[-3000:]}")
     if shared is not None:
-        unfinished = shared.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(rows), encoding="utf-8")
-        unfinished.rename(shared)
+        write_whole(shared, json.dumps(rows))
     return rows
 
 
@@ -201,7 +200,7 @@ def main(arguments: list[str]) -> int:
             print(f"triton {triton.__version__}, {name_of(call)}: {len(differ)} differences", flush=True)
             print("".join(f"    {x.text}{' (allowed)' * x.allowed}\n" for x in differ), end="")
     if given.write:
-        TABLE.write_text(_text(table) + "\n", encoding="utf-8")
+        write_whole(TABLE, _text(table) + "\n")
         print(f"wrote {TABLE}")
     return int(failed)
 

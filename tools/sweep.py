@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from sagebwd.cli.outputs import check_files
+from sagebwd.environment import write_whole
+
 Row = tuple[str, str]  # a status and words
 SECONDS = 150  # of the processor that a case may take
 
@@ -33,7 +36,12 @@ def arguments(description: str, models: str, library: str) -> argparse.Namespace
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--rows", type=Path, help="a JSON file of rows: other models' are kept")
     parser.add_argument("--table", type=Path, help="a file to write the page to")
-    return parser.parse_args()
+    given = parser.parse_args()
+    try:
+        check_files({"--rows": given.rows, "--table": given.table})
+    except ValueError as error:
+        parser.error(str(error))
+    return given
 
 
 def judged(error: Exception) -> Row:
@@ -51,7 +59,7 @@ def kept(path: Path | None, found: dict[str, Row]) -> dict[str, Row]:
         return found
     known = json.loads(path.read_text()) if path.exists() else {}
     rows = dict(sorted({**known, **found}.items()))
-    path.write_text(json.dumps(rows, indent=1))
+    write_whole(path, json.dumps(rows, indent=1))
     return rows
 
 

@@ -29,6 +29,7 @@ from diffusers.models import attention_dispatch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from sagebwd.environment import write_whole
 from sagebwd.integrations import diffusers as integration
 from sagebwd.integrations.sdpa import replace_sdpa
 from tools import sweep
@@ -172,7 +173,7 @@ def main() -> int:
     if given.table:
         command = "python -m tools.sweep_diffusers --tests ../diffusers --table benchmarks/results/diffusers-models.md"
         versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"
-        given.table.write_text(table("Diffusers' models, one by one", command, versions, rows, MEANINGS))
+        write_whole(given.table, table("Diffusers' models, one by one", command, versions, rows, MEANINGS))
     return failed(rows)
 
 

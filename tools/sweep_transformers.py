@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from sagebwd.environment import write_whole
 from sagebwd.integrations import transformers as integration
 from sagebwd.masks.mask import HIDDEN_ELSE
 from tools import sweep
@@ -191,7 +192,7 @@ def main():
     rows = kept(given.rows, found)
     if given.table:
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        given.table.write_text(table("Transformers' models, one by one", COMMAND, versions, rows, MEANINGS))
+        write_whole(given.table, table("Transformers' models, one by one", COMMAND, versions, rows, MEANINGS))
     return failed(rows)
 
 

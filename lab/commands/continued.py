@@ -55,9 +55,11 @@ def token_file(
 ) -> None:
     """Write the token ids of a text by a trained model's own tokeniser, for `python -m lab continue`."""
     check_at_least(1, tokens=most)
+    from sagebwd.cli.outputs import check_files
     from sagebwd.cli.terminal import console, loading, progress, quiet
 
     quiet()
+    check_files({"OUTPUT": output}, {"MODEL": model, "TEXT": Path(text)})
     with loading("transformers"):
         from lab.training.continued import tokens
     with progress() as tell:

@@ -207,8 +207,10 @@ def figure(
     """Draw a picture of the documents from results: speed by width, steps by context, gaps, or a model's layers."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
+    from sagebwd.cli.outputs import check_files
     from sagebwd.cli.terminal import console, loading
 
+    check_files({"--output": output}, {f"FILE {n}": path for n, path in enumerate(files, 1) if path.is_file()})
     with loading("matplotlib"):
         import matplotlib
 

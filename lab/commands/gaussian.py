@@ -32,11 +32,14 @@ def gaussian(
     """Error of recipes on random inputs, next to the paper's Table 1."""
     from lab.studies import gaussian as study
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_files
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
+    from sagebwd.environment import write_whole
 
     check_device(device)
     check_known(impl)
+    check_files({"--output": output})
     plain, biased = kind == "plain", kind == "bias-and-sink"
     recipes = recipe or ([*study.BIAS_AND_SINK, "token"] if biased else ["paper", "token", "mixed"])
     sigmas = sigma or (list(study.PAPER_TABLE_1) if plain else [1.0, 3.0])
@@ -61,10 +64,10 @@ def gaussian(
         theirs = [_published(cells[t].expected_cosine, cells[t].expected_l2) for t in study.TENSORS]
         if any(theirs):
             table.add_row("", f"  [dim]{published}[/dim]", *(f"[dim]{cell}[/dim]" for cell in theirs))
+    if output is not None:  # before the table: whoever reads it may go away
+        write_whole(output, json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     console.print(table)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n", encoding="utf-8")
         console.print(f"wrote {output}")
 
 

@@ -43,10 +43,12 @@ def bench_training(
     check_at_least(1, steps=steps, warmup=warmup, batch=batch, vocabulary=vocabulary, context=min(context or [1]))
     chosen = load(config, setting)
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import save
     from sagebwd.cli.terminal import console, loading, progress, quiet
 
     check_device(device)
+    check_folder("--output", output)
     quiet()
     with loading("transformers"):
         from lab.steps import tables
@@ -73,11 +75,11 @@ def bench_training(
                 ), **shared,
             )  # fmt: skip
             rows += measured
-            console.print(tables.table(measured))
-            console.print(tables.parts_table(measured))
             if processes.is_first():  # anew with every context: one that is cut off has what it measured
                 path = save(rows, facts, output, name)
-                console.print(f"wrote {path}")
+            console.print(tables.table(measured))
+            console.print(tables.parts_table(measured))
+            console.print(f"wrote {path}")
     processes.leave()
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("an attention FAILED: its gradients are wrong, do not use it")

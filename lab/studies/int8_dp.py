@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lab.studies import gaussian
 from lab.studies.study_tables import table, write
+from sagebwd.cli.outputs import check_files
 from sagebwd.diagnostics import capture
 from sagebwd.diagnostics.plots import save
 from sagebwd.masks.band import Band
@@ -254,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(markdown(contents[0]))
             return
         try:
+            check_files({"--output": given.output}, {f"FILE {n}": path for n, path in enumerate(given.files, 1)})
             save(figure([row for content in contents for row in content["rows"]]), given.output, dpi=150)
         except ValueError as error:
             parser.error(str(error))

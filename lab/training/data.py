@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import lzma
 import shutil
 import sys
 import sysconfig
@@ -31,7 +30,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from lab.training.config import Config, Data
-from sagebwd.diagnostics.text import open_text
+from sagebwd.diagnostics.text import open_text, readable
 from sagebwd.environment import CACHE_DIR, cache_folder
 
 Encoder = Callable[[str], list[int]]
@@ -241,21 +240,13 @@ def _file_documents(path: Path) -> Iterator[str]:
     if path.suffix not in (".txt", ".xz", ".zst"):
         raise ValueError(f"data.source={str(path)!r}: accepted endings are .txt, .txt.xz and .txt.zst")
     lines: list[str] = []
-    try:
-        with open_text(path) as file:
-            for line in file:
-                if line.rstrip("\n") == END_OF_TEXT:
-                    yield "".join(lines)
-                    lines = []
-                else:
-                    lines.append(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data.source={str(path)!r}: not UTF-8 (byte {error.object[error.start]:#04x}); convert it with: "
-            f"iconv -t utf-8"
-        ) from None
-    except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"data.source={str(path)!r}: broken or cut-off archive ({error})") from None
+    with readable(f"data.source={str(path)!r}"), open_text(path) as file:
+        for line in file:
+            if line.rstrip("\n") == END_OF_TEXT:
+                yield "".join(lines)
+                lines = []
+            else:
+                lines.append(line)
     if "".join(lines).strip():
         yield "".join(lines)
 

@@ -20,6 +20,7 @@ from statistics import mean, median, stdev
 
 from lab.training.report import Run, write_curves
 from lab.training.run_dir import COMPARISON, DIVERGED, METRICS, RESULT, read_metrics
+from sagebwd.environment import write_whole
 
 PACKED = "runs.jsonl.xz"
 HEADING = ("step", "tokens", "held-out loss", "gap", "largest logit", "gradient norm", "tokens/s")
@@ -78,10 +79,11 @@ def unpack(folder: Path, output: Path) -> None:
     """Write each packed run of ``folder`` into a folder of its own under ``output``."""
     for run in read(folder):
         run_dir = output / run["run"]
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / METRICS).write_text("".join(json.dumps(line) + "\n" for line in run["metrics"]), encoding="utf-8")
+        if (run_dir / METRICS).exists():  # which may have gone on since it was packed
+            raise ValueError(f"{run_dir / METRICS} is there already; give another folder")
+        write_whole(run_dir / METRICS, "".join(json.dumps(line) + "\n" for line in run["metrics"]))
         if run["ended"]:
-            (run_dir / run["ended"]).write_text(json.dumps(run["result"]) + "\n", encoding="utf-8")
+            write_whole(run_dir / run["ended"], json.dumps(run["result"]) + "\n")
 
 
 def curves(folder: Path) -> Path:
@@ -163,7 +165,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     try:
         given.function(*(getattr(given, name) for name in given.names))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

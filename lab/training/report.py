@@ -14,6 +14,7 @@ import yaml
 
 from lab.training.config import Config
 from sagebwd.diagnostics.plots import save
+from sagebwd.environment import write_whole
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -130,7 +131,7 @@ src="data:image/png;base64,{picture}"></p>
 <pre>{html.escape(yaml.safe_dump(variants, sort_keys=False))}</pre>
 </body></html>
 """
-    (output / "report.html").write_text(page, encoding="utf-8")
+    write_whole(output / "report.html", page)
 
 
 def _attention_error(runs: list[Run]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -18,6 +19,7 @@ import shutil
 import stat
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -107,18 +109,32 @@ def warn_of_unwritable(folder: Path, error: OSError, variable: str = CACHE_DIR) 
     )
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
     """Write a file, text in UTF-8, so that readers find the old one or the new one, however many write it at once.
 
-    Raises OSError where it cannot be written; nothing of it is left then.
+    Args: content, or what writes it to a path that it is given. A link is followed, and what is no file, as a pipe or
+    /dev/stdout, is written to.
+
+    Raises OSError, which names the file, where it cannot be written; nothing of it is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    is_special = path.exists() and not path.is_file()  # /dev/stdout may be a link to a pipe, which has no path
+    target = path if is_special else Path(os.path.realpath(path))
+    temporary = target if is_special else target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if callable(content):
+            content(temporary)
+        else:
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if not is_special:
+            os.replace(temporary, target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if not is_special:
+            temporary.unlink(missing_ok=True)
 
 
 def check() -> None:

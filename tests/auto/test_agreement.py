@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,7 +41,10 @@ def warned_in_a_call() -> list[str]:
 
 
 def worker(folder: Path, differ: bool) -> None:
-    """Two groups one after the other; rank 1 calls after rank 0, which has no file of its own."""
+    """Two groups one after the other; rank 1 calls after rank 0, which has no file of its own.
+
+    Between them rank 1 has a group of its own: it has asked once more than rank 0 when they are compared again.
+    """
     dispatch.card_of = lambda device: CARD
     dispatch.arch_of = lambda device: 90
     dispatch._missing = lambda row: None
@@ -61,6 +67,10 @@ def worker(folder: Path, differ: bool) -> None:
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         assert warned_in_a_call() == [], "without a group"
+        if rank:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            assert warned_in_a_call() == [], "alone"
+            dist.destroy_process_group()
         assert len(heard) == group + 1
     (folder / f"{rank}.json").write_text(json.dumps(heard), encoding="utf-8")
 
@@ -114,9 +124,32 @@ def test_an_error_of_the_store_changes_nothing(measured, alone, monkeypatch, cap
 
 
 def test_a_store_that_holds_something_else_changes_nothing(measured, alone):
-    for number in range(agreement._count, agreement._count + 3):
-        dist.distributed_c10d._get_default_store().set(agreement.KEY.format(number), "1")
+    dist.distributed_c10d._get_default_store().set(agreement.KEY.format(1), "1")
     assert warned_in_a_call() == []
+
+
+def test_a_store_that_gives_no_answer_is_not_waited_for(measured, alone, monkeypatch, caplog):
+    gone = threading.Event()  # such as a connection to a host that is gone
+    store = SimpleNamespace(timeout=timedelta(minutes=5), clone=gone.wait)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(agreement, "PATIENCE", 0.05)
+    with caplog.at_level(logging.INFO, "sagebwd"):
+        assert warned_in_a_call() == []
+    gone.set()
+    assert caplog.messages == [
+        "sagebwd: processes were not compared: TimeoutError: the store of the process group gave no answer within "
+        "0.05 s"
+    ]
+
+
+def test_what_was_compared_is_logged(measured, alone, caplog):
+    store = dist.distributed_c10d._get_default_store()
+    other = {"rank": "1", "host": "there", "facts": dispatch.facts_of(ASK.device)}
+    store.set(agreement.KEY.format(1), json.dumps(other))
+    with caplog.at_level(logging.INFO, "sagebwd"):
+        assert warned_in_a_call() == []
+    (message,) = caplog.messages
+    assert "as on rank 1 (there): compared were card, sagebwd, torch, measured times, " in message
 
 
 def test_of_cards_of_mma_sync_whether_its_kernels_compile_is_a_fact(measured, monkeypatch):

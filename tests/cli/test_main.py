@@ -90,7 +90,7 @@ def test_doctor_says_who_runs_a_wide_head(recipe, expected, said, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("doctor", "--head-dim", "0"), "head_dim='0': expected a number from 1, or two as 192/128"),
+        (("doctor", "--head-dim", "0"), "head_dim='0': expected a number from 1 to 65536, or two as"),
         (("doctor", "--head-dim", "128/x"), "head_dim='128/x': expected a number from 1"),
         (("doctor", "--head-dim", "64", "--head-dim", "128"), "several --head-dim belong to --measure"),
         (("doctor", "--kind", "causal"), "--kind, --output, --commit and several --head-dim belong to --measure"),

@@ -218,6 +218,9 @@ def test_where_nothing_can_be_kept_nothing_is_timed(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "measure", lambda *given, **options: pytest.fail("timed"))
     with pytest.raises(ValueError, match=r"file.timings cannot be written \(NotADirectoryError: .*SAGEBWD_CACHE"):
         command.measure("cpu", [], None, "abc")
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=r"--output: .*file is no folder; give another"):
+        command.measure("cpu", [], tmp_path / "file", "abc")
 
 
 def test_two_commands_at_once_do_not_collide(monkeypatch, tmp_path):

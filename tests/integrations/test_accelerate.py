@@ -3,6 +3,8 @@
 Accelerate (1.15) leaves its FSDP plugin and its parallelism out on CPUs; what it sets on GPUs is set here by hand.
 """
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -15,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.optim.swa_utils import AveragedModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import sagebwd
@@ -210,6 +213,11 @@ def what_a_shared_model_refuses():
     share_sequences(windowed)
     with pytest.raises(NotImplementedError, match="a sliding window is not supported"):
         windowed(input_ids=ids, position_ids=places)
+    # keys of the first process's tokens alone are hidden: the other hears of it
+    alone = "padding is not supported where" if dist.get_rank() == 0 else "rank 0 refuses it: .*padding is not"
+    hidden = F.pad(torch.ones_like(ids)[:, 1:], (1, 0), value=dist.get_rank())
+    with pytest.raises((NotImplementedError, ValueError), match=alone):
+        model(input_ids=ids, position_ids=places, attention_mask=hidden)
     keep_sequences(model)
     assert torch.equal(model(input_ids=IDS).logits, qwen3("full")(input_ids=IDS).logits)
     with pytest.raises(ValueError, match=re.escape("Qwen3ForCausalLM has attn_implementation='sdpa'")):
@@ -217,8 +225,34 @@ def what_a_shared_model_refuses():
     dist.destroy_process_group()
 
 
+def copies_of_a_shared_model():
+    register()
+    dist.init_process_group("gloo")
+    whole = qwen3("full")(input_ids=IDS).logits
+    model = qwen3("full")
+    share_sequences(model, dist.new_group([0, 1]))
+    ids, places = shard(IDS, 1), shard(PLACES, 1)
+    for copied in (model, copy.deepcopy(model), AveragedModel(model).module):
+        assert relative_l2(copied(input_ids=ids, position_ids=places).logits, shard(whole, 1)) < 1e-5
+        copied.set_attn_implementation("sdpa")
+        for part in (copied, copied.model.layers[0].self_attn):
+            with pytest.raises(
+                NotImplementedError, match="attn_implementation='sdpa' is not supported where share_seq"
+            ):
+                part(input_ids=ids, position_ids=places)
+        keep_sequences(copied)
+        assert torch.equal(copied(input_ids=IDS).logits, qwen3("full", "sdpa")(input_ids=IDS).logits)
+        copied.set_attn_implementation("sagebwd")
+        assert torch.equal(copied(input_ids=IDS).logits, whole)
+    share_sequences(model)
+    with pytest.raises(TypeError, match="cannot be pickled, as its process group cannot; save its state_dict"):
+        pickle.dumps(model)
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
-    "worker", [divided_weights, divided_sequences, what_torch_replaces, what_a_shared_model_refuses]
+    "worker",
+    [divided_weights, divided_sequences, what_torch_replaces, what_a_shared_model_refuses, copies_of_a_shared_model],
 )
 def test_on_two_processes(worker):
     finish(begin(2, "cpu", worker))

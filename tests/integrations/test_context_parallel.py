@@ -3,6 +3,7 @@
 The merge is only right where lse is that of the true scores, and gradients only where lse is differentiable.
 """
 
+import os
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sagebwd import sage_attention
+from sagebwd.integrations import ring
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
@@ -65,6 +67,55 @@ def refusals(group):
         ring_attention(x, x[:, :, :10], x[:, :, :10], is_causal=True)
     with pytest.raises(ValueError, match="recipe"):
         ring_attention(x, x, x, recipe="unknown", group=group)
+    with pytest.raises(TypeError, match="query: expected a tensor, got str"):
+        ring_attention("q", x, x, group=group)
+    wide = torch.randn(1, 1, 4, 512)
+    with pytest.raises(ValueError, match=r"head_dim 512 is not supported; accepted: 1 to 256; .*: divide heads in"):
+        ring_attention(wide, wide, wide, group=group)
+
+
+def check_still_whole(group):
+    """Nothing of a call before is under way."""
+    whole = torch.randn(1, 2, 20, 8, generator=torch.Generator().manual_seed(0))
+    x = shard(whole, 2, group)
+    torch.testing.assert_close(
+        ring_attention(x, x, x, group=group), shard(sage_attention(whole, whole, whole), 2, group)
+    )
+
+
+def calls_that_differ(group):
+    """Every process raises before anything is sent, in a kind of call too that all have made before."""
+    second, x = dist.get_rank(group) == 1, torch.randn(1, 2, 20, 8)
+    ring_attention(x, x, x, group=group)
+    shorter, low = (y.expand(1, 2, -1, 8) if second else x for y in (x[:, :, :12], x.bfloat16()))
+    trained = x.clone().requires_grad_(second)
+    for tensors, options, told in (
+        (
+            (x, shorter, shorter),
+            {},
+            r"key: \(1, 2, 20, 8\) float32 on rank 0, \(1, 2, 12, 8\) float32 on rank 1; value",
+        ),
+        ((low, low, low), {}, r"query: \(1, 2, 20, 8\) float32 on rank 0, \(1, 2, 20, 8\) bfloat16 on rank 1; key"),
+        ((trained, x, x), {}, r"gradients: none on rank 0, of query on rank 1\)"),
+        ((x, x, x), {"scale": 2.0 if second else None}, r"\(scale: None on rank 0, 2.0 on rank 1\); accepted"),
+        ((x, x, x), {"is_causal": second}, r"\(is_causal: False on rank 0, True on rank 1\); accepted"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            ring_attention(*tensors, group=group, **options)
+        check_still_whole(group)
+    with pytest.raises(ValueError, match="none called 'nope'" if second else "rank 1 refuses it: ValueError: recipe"):
+        ring_attention(x, x, x, recipe="nope" if second else "auto", group=group)
+    check_still_whole(group)
+
+
+def a_step_that_fails(group):
+    """What a step raises on all processes, as too little memory, leaves no exchange under way."""
+    x = torch.randn(1, 2, 20, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "sage_attention", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ring_attention(x, x, x, group=group)
+    check_still_whole(group)
 
 
 def worker():
@@ -79,12 +130,42 @@ def worker():
                     check(group, kind, is_causal, recipe)
     check_computed_again(None)
     refusals(pair)
+    calls_that_differ(pair)
+    a_step_that_fails(pair)
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
 def test_ring_over_two_and_four_processes_is_attention_in_one():
     finish(begin(RANKS, "cpu", worker))
+
+
+def on_gpus():
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    whole = torch.randn(1, 2, 512, 64, generator=torch.Generator().manual_seed(0)).cuda().bfloat16()
+    exact = shard(F.scaled_dot_product_attention(*[whole.float()] * 3, is_causal=True), 2)
+    x = shard(whole, 2)
+
+    def check_right():
+        assert relative_l2(ring_attention(x, x, x, is_causal=True, recipe="full"), exact) < 0.01
+
+    check_right()
+    for other in (x[:, :, : 200 - 100 * rank], x.to([torch.bfloat16, torch.half][rank])):
+        with pytest.raises(ValueError, match="calls of the group's processes differ"):
+            ring_attention(other, other, other, is_causal=True)
+        check_right()
+    with pytest.raises(ValueError, match=r"rank 1 refuses it|none called 'nope'"):
+        ring_attention(x, x, x, recipe=["auto", "nope"][rank])
+    check_right()
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ring_over_two_gpus_and_calls_that_differ():
+    finish(begin(2, "cuda", on_gpus))
 
 
 def test_one_process_has_all():

@@ -1,7 +1,9 @@
 """replace_sdpa: what the patch takes and gives back, and SDPA's own samples through it."""
 
 import collections
+import copy
 import itertools
+import pickle
 import re
 import warnings
 
@@ -110,6 +112,81 @@ def test_install_and_uninstall():
     uninstall_sdpa()
     assert F.scaled_dot_product_attention is ORIGINAL
     uninstall_sdpa()  # nothing left to take back
+
+
+def test_what_was_installed_may_be_left_by_hand():
+    installed = install_sdpa("token")
+    installed.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is ORIGINAL
+    uninstall_sdpa()
+    install_sdpa("full", impl="reference")
+    assert torch.equal(F.scaled_dot_product_attention(*qkv()), in_int8(*qkv(), recipe="full"))
+    uninstall_sdpa()
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_a_decorated_function_runs_inside():
+    arguments, sdpa = qkv(), replace_sdpa("token", impl="reference")
+
+    @sdpa
+    def attend(calls):
+        """What functools.wraps keeps."""
+        inner = attend(calls - 1) if calls else in_int8(*arguments)
+        assert torch.equal(inner, in_int8(*arguments))
+        return F.scaled_dot_product_attention(*arguments)
+
+    assert attend.__doc__ == "What functools.wraps keeps."
+    for calls in (2, 0):  # of which the first makes two inside itself
+        attend(calls)
+        assert F.scaled_dot_product_attention is ORIGINAL
+    assert sdpa.counts == {"replaced": 4, "kept": {}}
+    with sdpa:  # in use: a call has another object, which counts in the same place
+        attend(0)
+        assert F.scaled_dot_product_attention is sdpa._function
+    assert sdpa.counts == {"replaced": 5, "kept": {}}
+    at_once(attend, range(4))
+    assert sdpa.counts == {"replaced": 15, "kept": {}}
+
+    @replace_sdpa("token", impl="reference")
+    def fails():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert F.scaled_dot_product_attention is ORIGINAL
+    with pytest.warns(UserWarning, match="replaced nothing") as warned:
+        replace_sdpa("token")(lambda: None)()
+    assert warned[0].filename == __file__
+
+
+def test_what_would_run_after_a_call_is_not_decorated():
+    def later():
+        yield
+
+    async def at_some_time():
+        pass
+
+    for given in (later, at_some_time, torch.nn.Linear, "text"):
+        with pytest.raises(TypeError, match="cannot be decorated; accepted: functions that run when they are called"):
+            replace_sdpa("token")(given)
+    with pytest.raises(TypeError, match=r"got the function test_.*; to decorate it write @replace_sdpa\(\)"):
+        replace_sdpa(test_what_would_run_after_a_call_is_not_decorated)
+
+
+def test_what_process_pools_pickle():
+    """The function is found by its name there, as torch's; a replacement is not in use there."""
+    with replace_sdpa("token(smooth_v=False)", impl="reference", min_tokens=3, unsupported="raise") as sdpa:
+        function = F.scaled_dot_product_attention
+        assert pickle.loads(pickle.dumps(function)) is function
+        sent = pickle.dumps((sdpa, function))
+        function(*qkv())
+    there, found = pickle.loads(sent)
+    assert found is ORIGINAL
+    for other in (there, copy.deepcopy(sdpa)):
+        assert repr(other) == repr(replace_sdpa("token(smooth_v=False)", "reference", 3, "raise"))
+        with other:
+            F.scaled_dot_product_attention(*qkv())
+        assert other.counts == sdpa.counts == {"replaced": 1, "kept": {}}
 
 
 @pytest.mark.parametrize(

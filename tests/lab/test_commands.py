@@ -156,6 +156,10 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
             "expected one of --no-compile, --by-layer and --reduce-overhead",
         ),
         (("pretrain", "--config", "CONFIG", "--set", "attention.impl=fast"), "impl='fast' is not known"),
+        (("token-file", ROOT, "CONFIG", "CONFIG"), "would be written over TEXT"),
+        (("figure", "widths", "CONFIG", "--output", "CONFIG"), "would be written over FILE 1"),
+        (("gaussian", "--output", ROOT / "README.md" / "x"), "README.md is no folder; give another"),
+        (("bench-training", "--device", "cpu", "--output", ROOT / "README.md"), "README.md is no folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, config, tmp_path, arguments, message):

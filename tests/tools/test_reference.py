@@ -16,6 +16,8 @@ INSIDE = {
     *(f"transformers_{part}" for part in ("fusion", "masks", "norms", "padding", "settings", "sharing", "torch")),
     "flash_attn_modules",
     "words",
+    "ring",
+    "ring_agreement",
 }
 
 

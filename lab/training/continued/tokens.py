@@ -10,6 +10,7 @@ import numpy as np
 
 from lab.training.data import END_OF_TEXT, documents
 from sagebwd.diagnostics.models import load_tokenizer
+from sagebwd.environment import write_whole
 
 DOCUMENTS_AT_ONCE = 256
 
@@ -46,9 +47,13 @@ def write(
             break
     if not parts:
         raise ValueError(f"text={str(text)!r}: no documents in it")
-    found = np.concatenate(parts)[:most]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    np.save(output, found.astype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32))
+    found = np.concatenate(parts)[:most].astype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+
+    def save(path: Path) -> None:
+        with path.open("wb") as file:  # by a name alone numpy would add its ending
+            np.save(file, found)
+
+    write_whole(output, save)
     return len(found)
 
 

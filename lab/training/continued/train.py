@@ -249,7 +249,7 @@ class _Run:
     def _keep_weights(self) -> None:
         """The model's weights as they are, by their names in it."""
         named = {name: weight.detach().contiguous() for name, weight in self.trainee.model.named_parameters()}
-        save_file(named, self.folder / f"weights-{self.step}.safetensors")
+        write_whole(self.folder / f"weights-{self.step}.safetensors", lambda path: save_file(named, path))
 
     def _write(self, line: dict[str, object]) -> None:
         line = {"step": self.step, "tokens": self.step * self.config.optimisation.tokens_per_step, **line}

@@ -2,8 +2,9 @@
 
 The first process that asks leaves what its choices follow from in the store of the default process group, and every
 other compares its own with that: one atomic exchange, which waits for no other process, since processes may call
-attention unequal times, as under pipeline parallelism. A process asks at its first call of "auto" on a GPU in each
-process group, in a trace too. A difference is a warning; an error of the store is logged and changes nothing.
+attention unequal times, as under pipeline parallelism, and for the store `PATIENCE` at most. A process asks at its
+first call of "auto" on a GPU in each process group, in a trace too. A difference is a warning. What was compared is
+logged; so is an error of the store, which changes nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-KEY = "sagebwd/auto/{}"
-"""Where the first process's facts are, by how many groups this process has asked: a store may outlive its group."""
+KEY, ASKED = "sagebwd/auto/{}", "sagebwd/auto/asked/{}"
+"""Where the first process's facts are, by how often this process has asked in this store, which may outlive its group;
+and where that is counted, by rank: in the store, since a process may have asked in another one too."""
+PATIENCE = 5.0
+"""Seconds that a call of attention waits for the store: one whose host is gone answers after minutes."""
 
+_log = logging.getLogger("sagebwd")
 _AVAILABLE = dist.is_available()
 _lock = threading.Lock()
 _asked: weakref.ref[object] | None = None  # the group that was asked last
-_count = 0
 
 
 def due() -> dist.ProcessGroup | None:
@@ -40,23 +44,28 @@ def check(facts_of: Callable[[torch.device], dict[str, str]], device: torch.devi
 
     Args: facts_of, what its choices on a device follow from, by name.
     """
-    global _asked, _count
+    global _asked
     if due() is None:
         return
     with _lock:
         group = due()
         if group is None:
             return
-        _asked, _count, number = weakref.ref(group), _count + 1, _count
+        _asked = weakref.ref(group)
     try:
         own = {"rank": str(dist.get_rank()), "host": socket.gethostname(), "facts": facts_of(device)}
-        first = _exchanged(KEY.format(number), own)
+        first = _exchanged(own)
         difference = _difference(own, first)
     except Exception as error:  # a store of another kind, or one whose host is gone: the run is not to end for that
-        logging.getLogger("sagebwd").info(f"sagebwd: processes were not compared: {type(error).__name__}: {error}")
+        _log.info(f"sagebwd: processes were not compared: {type(error).__name__}: {error}")
         return
     if difference is not None:
         warnings.warn(difference, stacklevel=4)
+    elif first["rank"] != own["rank"]:
+        _log.info(
+            f"sagebwd: recipe='auto' chooses on rank {own['rank']} ({own['host']}) as on rank {first['rank']} "
+            f"({first['host']}): compared were {', '.join(own['facts'])}"
+        )
 
 
 def digest(facts: dict[str, str]) -> str:
@@ -64,12 +73,29 @@ def digest(facts: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _exchanged(key: str, own: dict) -> dict:
-    """What the first process left under a key; its own where that is this one."""
-    store = dist.distributed_c10d._get_default_store()
-    # a connection of its own: another thread may wait in the group's for a process that waits for this one
-    store = store.clone() if hasattr(store, "clone") else store
-    return json.loads(store.compare_set(key, "", json.dumps(own)))
+def _exchanged(own: dict) -> dict:
+    """What the first process left; its own where that is this one. Raises TimeoutError after `PATIENCE`."""
+    store, answer = dist.distributed_c10d._get_default_store(), []
+    patience = min(PATIENCE, store.timeout.total_seconds())
+
+    def exchange() -> None:
+        try:
+            # a connection of its own: another thread may wait in the group's for a process that waits for this one
+            own_store = store.clone() if hasattr(store, "clone") else store
+            number = own_store.add(ASKED.format(own["rank"]), 1)
+            answer.append(own_store.compare_set(KEY.format(number), "", json.dumps(own)))
+        except Exception as error:
+            answer.append(error)
+
+    # to connect takes the store's own time limit, which is the group's for every other use too
+    thread = threading.Thread(target=exchange, name="sagebwd agreement", daemon=True)
+    thread.start()
+    thread.join(patience)
+    if not answer:
+        raise TimeoutError(f"the store of the process group gave no answer within {patience:g} s")
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return json.loads(answer[0])
 
 
 def _difference(own: dict, first: dict) -> str | None:

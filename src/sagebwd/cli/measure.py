@@ -64,6 +64,7 @@ MOST_ELEMENTS = 1 << 28
 MEASURED_WIDTHS = ("128", "64", "256", "192/128", "192", "96", "80", "112", "72")
 MEASURED_KINDS = (CAUSAL, FULL, PACKED, WINDOW, PADDING, MASK)
 MODEL_WIDTH = 2048  # heads x value_dim, at most
+WIDEST = 1 << 16  # a head_dim that may be asked about, of tensors that fit any memory
 ROUNDS, ROUND_MS, LEAD_MS = 3, 8.0, 30.0
 # The share of the time that compiling takes, about.
 COMPILING = 0.5
@@ -165,8 +166,10 @@ def pair_of(width: str) -> tuple[int, int]:
     """
     head_dim, slash, value_dim = width.partition("/")
     pair = head_dim, value_dim if slash else head_dim
-    if not all(part.isdecimal() and int(part) for part in pair):
-        raise ValueError(f"head_dim={width!r}: expected a number from 1, or two as 192/128 where value's is another")
+    if not all(part.isdecimal() and 1 <= int(part) <= WIDEST for part in pair):
+        raise ValueError(
+            f"head_dim={width!r}: expected a number from 1 to {WIDEST}, or two as 192/128 where value's is another"
+        )
     return int(pair[0]), int(pair[1])
 
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-WIDTH = None if sys.stdout.isatty() else 140
+# Without a standard output, as under `>&-`, there is nothing to ask.
+WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else 140
 console = Console(width=WIDTH)
 errors = Console(stderr=True, width=WIDTH)
 

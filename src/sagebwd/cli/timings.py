@@ -17,6 +17,7 @@ from sagebwd.auto.explain import digest_line, newer_torch
 from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, kept_at, rows_kept, widths_text
 from sagebwd.cli import measure as benchmark
+from sagebwd.cli.outputs import check_folder
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.terminal import console, progress
 from sagebwd.dispatch import known_of
@@ -32,8 +33,9 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
     Both are written anew with every case: what is cut off keeps what it measured. What is kept of other kinds of mask
     and of other widths than those of ``cases`` stays.
 
-    Raises ValueError, before anything is timed, where nothing can be kept.
+    Raises ValueError, before anything is timed, where nothing can be kept or ``output`` cannot be written.
     """
+    check_folder("--output", output)
     facts = environment(device, commit)
     kept, rows = kept_at(str(facts["gpu"]), torch.__version__), []
     try:

@@ -47,7 +47,9 @@ def trace(
     import torch
 
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_files
     from sagebwd.cli.results import commit
+    from sagebwd.environment import write_whole
     from sagebwd.recipe import Recipe
 
     recipes = [Recipe.parse(one) for one in recipe or ["paper", "token"]]
@@ -58,6 +60,9 @@ def trace(
     if windows != 1 and (save is not None or load is not None):
         raise ValueError(f"windows={windows}: a file of --save and --load holds one window")
     check_device(device)
+    check_files(
+        {"--save": save, "--output": output, "--plot": plot}, {"--load": load, "--model": model, "--text": text}
+    )
     rows: list[Row] = []
     with progress(lambda: f"{save} is whole" if save and save.exists() else "nothing was written") as tell:
         tell("loading transformers")
@@ -90,32 +95,29 @@ def trace(
             for window, one in enumerate(ids):
                 add(capture.capture(trained, one, layers=chosen_layers), window)
     shown = together.means(rows)
+    # before tables: whoever reads them may go away
+    if output is not None:
+        content = {"source": (load or model).name, "text": text and text.name, "tokens": count, "windows": windows}
+        content |= {"dtype": dtype, "torch": torch.__version__, "commit": commit()}
+        content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
+        write_whole(output, _packed(_rounded(content), output.suffix))
+    if plot is not None:
+        plot_trace(shown, plot)
     one_by_one = together.over_windows(rows) if heads else []
     subject = f"{load or model}, {windows if windows > 1 else 'one'} window{'s' * (windows > 1)} of {count} tokens"
     for table in tables.trace(sorted(one_by_one + shown, key=_place), subject):
         console.print(table)
     for table in summary.tables(rows):
         console.print(table)
-    if save is not None:
-        console.print(f"wrote {save}")
-    if output is not None:
-        content = {"source": (load or model).name, "text": text and text.name, "tokens": count, "windows": windows}
-        content |= {"dtype": dtype, "torch": torch.__version__, "commit": commit()}
-        content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
-        _write(_rounded(content), output)
-        console.print(f"wrote {output}")
-    if plot is not None:
-        plot_trace(shown, plot)
-        console.print(f"wrote {plot}")
+    for written in (save, output, plot):
+        if written is not None:
+            console.print(f"wrote {written}")
 
 
-def _write(content: object, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=None if output.suffix == ".xz" else 1) + "\n"
-    if output.suffix == ".xz":
-        output.write_bytes(lzma.compress(text.encode()))
-    else:
-        output.write_text(text, encoding="utf-8")
+def _packed(content: object, suffix: str) -> bytes:
+    """JSON as a file of such a suffix has it."""
+    text = json.dumps(content, indent=None if suffix == ".xz" else 1) + "\n"
+    return lzma.compress(text.encode()) if suffix == ".xz" else text.encode()
 
 
 def _rounded(value: object) -> object:

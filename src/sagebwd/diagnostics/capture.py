@@ -13,18 +13,21 @@ Shapes: B batch, H query heads kept, G key heads kept, N tokens, D head_dim.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagebwd.diagnostics.models import context
+from sagebwd.environment import write_whole
 from sagebwd.extras import extra
 from sagebwd.masks.band import Band
 
@@ -224,18 +227,27 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def save(captured: Sequence[Captured], path: str | Path) -> None:
-    """Write captured layers to one safetensors file: ``layer.3.q`` and so on, the rest as JSON in its metadata."""
+    """Write captured layers to one safetensors file: ``layer.3.q`` and so on, the rest as JSON in its metadata.
+
+    It is written whole or not at all. Raises OSError, which names it, where it cannot be written.
+    """
     tensors = {f"layer.{c.layer}.{name}": getattr(c, name).cpu().contiguous() for c in captured for name in TENSORS}
     fields = [field.name for field in dataclasses.fields(Captured) if field.name not in TENSORS]
     settings = [{name: getattr(c, name) for name in fields} for c in captured]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, {"format": _FORMAT, "layers": json.dumps(settings)})
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(tensors, temporary, {"format": _FORMAT, "layers": json.dumps(settings)})
+        except SafetensorError as error:  # of a full disk too
+            raise OSError(errno.EIO, str(error)) from error
+
+    write_whole(Path(path), write)
 
 
 def load(path: str | Path, layers: Sequence[int] | None = None, device: str = "cpu") -> list[Captured]:
     """Layers from a file that `save` wrote, bit for bit; all for None.
 
-    Raises ValueError for a file that is missing or another's, and for a layer that it does not hold.
+    Raises ValueError for a file that is missing, damaged or another's, and for a layer that it does not hold.
     """
     if not Path(path).is_file():
         what = "a folder" if Path(path).is_dir() else "there is no such file"
@@ -245,11 +257,42 @@ def load(path: str | Path, layers: Sequence[int] | None = None, device: str = "c
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
                 raise ValueError(f"{path}: not a file of captured tensors, which `sagebwd trace --save` writes")
-            settings = {entry["layer"]: entry for entry in json.loads(metadata["layers"])}
-            captured = []
-            for layer in _choose(list(settings), layers):
-                entry = {key: tuple(x) if isinstance(x, list) else x for key, x in settings[layer].items()}
-                captured.append(Captured(**entry, **{n: file.get_tensor(f"layer.{layer}.{n}") for n in TENSORS}))
-            return captured
+            captured = [_read(file, entry) for entry in _described(path, metadata, layers)]
     except SafetensorError as error:
         raise ValueError(f"{path}: not a safetensors file, or cut off ({error})") from None
+    for call in captured:
+        if not _fits(call):
+            raise ValueError(
+                f"{path}: tensors of layer {call.layer} are not those of the heads that it names; write it anew by "
+                "`sagebwd trace --save`"
+            )
+    return captured
+
+
+def _described(path: str | Path, metadata: dict[str, str], layers: Sequence[int] | None) -> list[dict[str, Any]]:
+    """What a file of `save` says of its layers, of those that are chosen."""
+    names = {field.name for field in dataclasses.fields(Captured)} - set(TENSORS)
+    try:
+        entries = {entry["layer"]: entry for entry in json.loads(metadata["layers"]) if set(entry) == names}
+    except (KeyError, TypeError, ValueError):
+        entries = {}
+    if not entries:
+        raise ValueError(f"{path}: it does not say which layers it holds; write it anew by `sagebwd trace --save`")
+    return [entries[layer] for layer in _choose(list(entries), layers)]
+
+
+def _read(file: safe_open, entry: dict[str, Any]) -> Captured:
+    settings = {key: tuple(x) if isinstance(x, list) else x for key, x in entry.items()}
+    return Captured(**settings, **{name: file.get_tensor(f"layer.{entry['layer']}.{name}") for name in TENSORS})
+
+
+def _fits(call: Captured) -> bool:
+    """Whether tensors and settings of a file are of one attention call."""
+    q, k, v, _ = tensors = [getattr(call, name) for name in TENSORS]
+    if any(x.dim() != 4 for x in tensors) or type(call.group) is not int or call.group < 1:
+        return False
+    of_queries, of_keys = (q.shape[0], len(call.heads), q.shape[2]), (q.shape[0], len(call.kv_heads), k.shape[2])
+    expected = [(*of_queries, q.shape[3]), (*of_keys, q.shape[3]), (*of_keys, v.shape[3]), (*of_queries, v.shape[3])]
+    read = {head // call.group for head in call.heads}
+    is_set = isinstance(call.scale, (int, float)) and isinstance(call.is_causal, bool)
+    return is_set and [tuple(x.shape) for x in tensors] == expected and read <= set(call.kv_heads)

@@ -6,7 +6,8 @@ whose quantised weights become FP32 (which takes the package gguf).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,24 +32,40 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype | None 
 
     Args: path, of a folder or a GGUF file, which holds a decoder; dtype, of the weights, for None the folder's own.
 
-    Raises ValueError where there is no such model, and for a GGUF file without the package that reads it.
+    Raises ValueError where there is no such model or it is damaged, and for a GGUF file without the package that reads
+    it.
     """
     path = Path(path)
     settings = {"local_files_only": True} | ({} if dtype is None else {"dtype": dtype})
     if path.suffix == ".gguf":
         folder, named = located(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **named, **settings)
+        with _whole(path):
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **named, **settings)
         return in_full(model).to(device)
     if not (path / "config.json").is_file():
         raise ValueError(
             f"model={str(path)!r}: no config.json there; accepted: the folder of a Transformers model, for example "
             "model/ or checkpoint-N/ of a run, and a .gguf file"
         )
-    config = transformers.AutoConfig.from_pretrained(path)
-    named = (config.architectures or [""])[0]
-    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not named.endswith(("ForCausalLM", "LMHeadModel"))
-    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
-    return auto.from_pretrained(path, **settings).to(device)
+    with _whole(path):
+        config = transformers.AutoConfig.from_pretrained(path)
+        named = (config.architectures or [""])[0]
+        masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not named.endswith(("ForCausalLM", "LMHeadModel"))
+        auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(path, **settings)
+    return model.to(device)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Where Transformers reads a model's files, which raises what its parts do: a ValueError that names them."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model={str(path)!r}: it cannot be loaded ({type(error).__name__}: {reason})") from error
 
 
 def located(path: str | Path) -> tuple[str | Path, dict[str, str]]:
@@ -93,9 +110,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     path = Path(path)
     if path.suffix == ".gguf":
         folder, named = located(path)
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **named)
+        with _whole(path):
+            return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, **named)
     if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        with _whole(path):
+            return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     raise ValueError(
         f"model={str(path)!r}: no tokeniser there; accepted: a folder with tokenizer.json, tokenizer_config.json or "
         "vocab.txt, and a .gguf file; runs of the laboratory need `python -m lab trace`"

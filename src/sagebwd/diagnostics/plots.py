@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sagebwd.environment import write_whole
 from sagebwd.extras import extra
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def save(figure: Figure, path: Path, dpi: int = 110) -> None:
     with Image.open(drawn) as picture:
         # of the methods the one that keeps a thin line's hue
         few = picture.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    few.save(path, format="PNG", optimize=True)
+    made = io.BytesIO()
+    few.save(made, format="PNG", optimize=True)
+    write_whole(path, made.getvalue())
 
 
 def plot_trace(layers: Sequence[Row], path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import lzma
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -14,13 +17,40 @@ def open_text(path: Path) -> TextIO:
     if path.suffix == ".xz":
         return lzma.open(path, "rt", encoding="utf-8")
     if path.suffix == ".zst":
-        import zstandard
-
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError(f"{path}: a .zst file needs the package zstandard: pip install zstandard") from None
         return zstandard.open(path, "rt", encoding="utf-8")
     return path.open(encoding="utf-8")
 
 
 def read_text(path: str | Path | None) -> str:
-    """The content of a text file; of `SAMPLE_TEXT` for None."""
-    with open_text(Path(path or SAMPLE_TEXT)) as file:
-        return file.read()
+    """The content of a text file; of `SAMPLE_TEXT` for None.
+
+    Raises ValueError, which names it, for one that is damaged or empty.
+    """
+    path = Path(path or SAMPLE_TEXT)
+    with readable(f"text={str(path)!r}"), open_text(path) as file:
+        text = file.read()
+    if not text:
+        raise ValueError(f"text={str(path)!r}: it is empty")
+    return text
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Where a text file is read: no UTF-8, or what cannot be unpacked, is a ValueError that begins with a name."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: not UTF-8 (byte {error.object[error.start]:#04x}); convert it with: iconv -t utf-8"
+        ) from None
+    except (lzma.LZMAError, EOFError, *_errors_of_zstandard()) as error:
+        raise ValueError(f"{name}: broken or cut-off archive ({error})") from None
+
+
+def _errors_of_zstandard() -> tuple[type[Exception], ...]:
+    known = sys.modules.get("zstandard")
+    return () if known is None else (known.ZstdError,)

@@ -11,15 +11,11 @@ while; outputs of the steps are averaged with the weights exp(lse). Gradients tr
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagebwd import checks
-from sagebwd.arguments import autocast
-from sagebwd.attention import sage_attention
+from sagebwd.integrations.ring import checked_ring_attention, place
 from sagebwd.recipe import AUTO, Recipe
 
 
@@ -60,11 +56,13 @@ def ring_attention(
     """Attention of this process's queries to the keys of all processes; differentiable.
 
     All processes of the group call it, with tensors of the same shapes and alike in what needs a gradient, and all run
-    backward. On one process, or without a process group, it is `sage_attention`. torch.compile breaks the graph here.
+    backward. Calls are compared before anything is sent, for which the host waits. On one process, or without a
+    process group, it is `sage_attention`. torch.compile breaks the graph here.
 
     Args:
         query: (batch, heads, tokens, head_dim), what `shard` gave this process of the sequence.
-        key, value: (batch, kv_heads, tokens, head_dim), likewise; without ``is_causal`` of any length.
+        key, value: (batch, kv_heads, tokens, head_dim), likewise; without ``is_causal`` of any length. head_dims up
+            to 256.
         is_causal: of the whole sequence, in the order from before `shard`.
         scale, enable_gqa, recipe, impl: as in `sage_attention`. Under recipes that quantise, scales and means are
             those of a step's keys, and so not quite those of one process.
@@ -74,93 +72,9 @@ def ring_attention(
         (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast).
 
     Raises:
-        ValueError: under ``is_causal``, lengths that differ or do not split into two chunks; as `sage_attention`.
+        ValueError: under ``is_causal``, lengths that differ or do not split into two chunks; where another process
+            makes another call or refuses its own; as `sage_attention`.
         TypeError, NotImplementedError: as `sage_attention`.
     """
-    count = place(group)[1]
     options = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "impl": impl}
-    if count == 1:
-        return sage_attention(query, key, value, is_causal=is_causal, **options)
-    tokens = query.shape[-2]
-    if is_causal and (tokens % 2 or key.shape[-2] != tokens):
-        raise ValueError(
-            f"query, key: {tokens} and {key.shape[-2]} tokens; under is_causal as many, and an even number: two chunks"
-        )
-    query, *held = autocast(query, key, value)
-    with checks.in_ring():
-        return _ring(query, held, is_causal, options | {"return_lse": True}, group)
-
-
-def _ring(
-    query: Tensor, held: list[Tensor], is_causal: bool, options: dict[str, Any], group: dist.ProcessGroup | None
-) -> Tensor:
-    rank, count = place(group)
-    tokens = query.shape[-2]
-    o = lse = None
-    for step in range(count):
-        requests: list[Any] = []
-        coming = held if step == count - 1 else _Rotate.apply(group, requests, *held)
-        if step == 0:
-            part, lse = sage_attention(query, *held, is_causal=is_causal, **options)
-            o, dtype = part.to(lse.dtype), part.dtype
-        elif not is_causal:
-            o, lse = _merged(o, lse, *sage_attention(query, *held, **options))
-        elif step <= rank:  # of an earlier process: all queries see its first chunk, and none its second
-            first = (x[..., : tokens // 2, :] for x in held)
-            o, lse = _merged(o, lse, *sage_attention(query, *first, **options))
-        else:  # of a later one: the second chunk of queries sees all
-            early, late = o.chunk(2, -2), lse.chunk(2, -1)
-            seen = sage_attention(query[..., tokens // 2 :, :], *held, **options)
-            late_o, late_lse = _merged(early[1], late[1], *seen)
-            o, lse = torch.cat((early[0], late_o), -2), torch.cat((late[0], late_lse), -1)
-        for request in requests:
-            request.wait()
-        held = coming
-    return o.to(dtype)
-
-
-class _Rotate(torch.autograd.Function):
-    """What the process before this one holds, once ``requests`` have been waited for; gradients go back to it."""
-
-    @staticmethod
-    def forward(ctx, group: dist.ProcessGroup | None, requests: list[Any], *held: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        received, started = _exchanged(held, 1, group)
-        requests += started
-        return received
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        received, requests = _exchanged(gradients, -1, ctx.group)
-        for request in requests:
-            request.wait()
-        return None, None, *received
-
-
-def _exchanged(
-    tensors: tuple[Tensor, ...], step: int, group: dist.ProcessGroup | None
-) -> tuple[tuple[Tensor, ...], list[Any]]:
-    """Tensors of the process ``step`` before this one, which sends its own as far on, and what to wait for."""
-    rank, count = place(group)
-    sent = [x.contiguous() for x in tensors]
-    received = tuple(torch.empty_like(x) for x in sent)
-    operations = [
-        dist.P2POp(operation, x, group=group, group_peer=(rank + distance) % count)
-        for operation, distance, part in ((dist.isend, step, sent), (dist.irecv, -step, received))
-        for x in part
-    ]
-    return received, dist.batch_isend_irecv(operations)
-
-
-def _merged(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of both, from attention to each."""
-    both = torch.logaddexp(lse, other_lse)
-    weight, other_weight = (x.sub(both).exp().unsqueeze(-1) for x in (lse, other_lse))
-    return o * weight + other.to(o.dtype) * other_weight, both
-
-
-def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in a group, and how many there are."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    return checked_ring_attention(query, key, value, is_causal, options, group, lambda: None)

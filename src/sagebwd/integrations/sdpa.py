@@ -5,6 +5,9 @@
         model(x).sum().backward()
     print(sdpa.counts)   # {"replaced": 24, "kept": {"head_dim 512": 2}}
 
+    @replace_sdpa()      # or around every call of a function
+    def step(batch): ...
+
 Calls that `sage_attention` supports run there; all others run on the original, untouched, and are counted by reason,
 or are refused: `replace_sdpa(unsupported="raise")`.
 
@@ -15,13 +18,15 @@ Activation checkpointing calls forward again in backward: run backward inside th
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -74,11 +79,16 @@ class SdpaCall(NamedTuple):
 
 
 class SdpaReplacement:
-    """One replacement of scaled_dot_product_attention: a context manager, and the counts of what ran where."""
+    """One replacement of scaled_dot_product_attention: a context manager or decorator, and counts of what ran where.
+
+    In another process, as pickle takes it to one, it is one with the same settings that is not in use.
+    """
 
     def __init__(
         self, recipe: str | Recipe, impl: str | None, min_tokens: int, unsupported: Literal["original", "raise"]
     ) -> None:
+        if inspect.isfunction(recipe):
+            raise TypeError(f"recipe: got the function {recipe.__name__}; to decorate it write @replace_sdpa()")
         dispatch.check_known(impl)
         if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
             raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
@@ -95,8 +105,7 @@ class SdpaReplacement:
         self._original: Callable = F.scaled_dot_product_attention
         self._previous: Callable = self._original
         self._function = _function_of(self)
-        self._replaced = 0
-        self._kept: Counter[str] = Counter()
+        self._calls: Counter[str | None] = Counter()  # by why they were kept, None for those replaced
         self._reasons = Cache()  # `_reason_in_implementation` in a tuple, by a call's specification
         self._count_lock = threading.Lock()
 
@@ -104,7 +113,47 @@ class SdpaReplacement:
     def counts(self) -> dict[str, int | dict[str, int]]:
         """Calls so far: ``{"replaced": n, "kept": {reason: n}}``, a copy. Compiled calls are not counted."""
         with self._count_lock:
-            return {"replaced": self._replaced, "kept": dict(self._kept)}
+            kept = {reason: count for reason, count in self._calls.items() if reason is not None}
+            return {"replaced": self._calls[None], "kept": kept}
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, inside this replacement whenever it is called; ``counts`` are those of all calls."""
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isclass
+        if not callable(function) or any(is_one(function) for is_one in kinds):
+            raise TypeError(
+                f"replace_sdpa: {function!r} cannot be decorated; accepted: functions that run when they are called. "
+                "In others, as generators and async ones, write `with replace_sdpa():` inside"
+            )
+
+        @wraps(function)
+        def inside(*args: object, **kwargs: object) -> object:
+            with _lock:
+                # a call inside a call, or of another thread meanwhile, has an object of its own
+                one = self._again() if self._entered else self
+                one.__enter__()
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                one._leave()
+                raise
+            one._leave()
+            one._warn_of_nothing()
+            return result
+
+        return inside
+
+    def __reduce__(self) -> tuple[type[SdpaReplacement], tuple[object, ...]]:
+        return SdpaReplacement, self._settings
+
+    @property
+    def _settings(self) -> tuple[str | Recipe, str | None, int, str]:
+        return self.recipe, self.impl, self.min_tokens, self.unsupported
+
+    def _again(self) -> SdpaReplacement:
+        """Another with the same settings, which counts where this one does."""
+        other = SdpaReplacement(*self._settings)
+        other._calls, other._count_lock, other._reasons = self._calls, self._count_lock, self._reasons
+        return other
 
     def __enter__(self) -> SdpaReplacement:
         with _lock:
@@ -126,6 +175,13 @@ class SdpaReplacement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        installed = self._leave()
+        if kind is None and not installed:
+            self._warn_of_nothing()
+
+    def _leave(self) -> bool:
+        """Take the patch back; whether it was that of `install_sdpa`, which is then taken back, whoever leaves it."""
+        global _installed
         with _lock:
             if not self._entered:
                 raise ValueError("replace_sdpa: this object is not in use; enter it first")
@@ -137,8 +193,10 @@ class SdpaReplacement:
             for other in _active:
                 if other._previous is self._function:
                     other._previous = self._previous
-        if kind is None and self is not _installed:
-            self._warn_of_nothing()
+            installed = self is _installed
+            if installed:
+                _installed = None
+        return installed
 
     def __repr__(self) -> str:
         counts, state = self.counts, "in use" if self._entered else "not in use"
@@ -157,10 +215,7 @@ class SdpaReplacement:
 
     def _count(self, reason: str | None) -> None:
         with self._count_lock:
-            if reason is None:
-                self._replaced += 1
-            else:
-                self._kept[reason] += 1
+            self._calls[reason] += 1
 
 
 def replace_sdpa(
@@ -169,7 +224,9 @@ def replace_sdpa(
     min_tokens: int = 0,
     unsupported: Literal["original", "raise"] = "original",
 ) -> SdpaReplacement:
-    """A context manager inside which ``torch.nn.functional.scaled_dot_product_attention`` runs in INT8 where it can.
+    """A context manager or decorator inside which ``F.scaled_dot_product_attention`` runs in INT8 where it can.
+
+    F is ``torch.nn.functional``, as ``import torch.nn.functional as F`` has it.
 
     Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
     head_dim), or any other number of dimensions before tokens, of one dtype that the implementation takes (after
@@ -186,12 +243,14 @@ def replace_sdpa(
             none slips by. Calls below min_tokens go to the original under both.
 
     Returns:
-        An object to enter with ``with``, which yields itself. Its ``counts`` are ``{"replaced": n, "kept": {reason:
-        n}}``; calls inside torch.compile are replaced or kept alike, but not counted, nor are calls that are refused.
-        Leaving the block warns where no call was replaced, unless all that reached it were kept as you asked.
+        An object to enter with ``with``, which yields itself, or to decorate functions with. Its ``counts`` are
+        ``{"replaced": n, "kept": {reason: n}}``; calls inside torch.compile are replaced or kept alike, but not
+        counted, nor are calls that are refused. Leaving warns where no call was replaced, unless all that reached it
+        were kept as you asked.
 
     Process-wide, whichever thread enters. Where several are entered the last decides alone, and leaving in any order
-    is safe. Entering one object twice raises ValueError; make two.
+    is safe. Entering one object twice raises ValueError; make two. What is pickled, as for a process pool, is not in
+    use in the other process, and ``scaled_dot_product_attention`` is that process's own.
 
     Raises:
         ValueError, TypeError: an unknown recipe, impl or unsupported, or min_tokens that is not an integer of at
@@ -220,11 +279,9 @@ def install_sdpa(
 
 def uninstall_sdpa() -> None:
     """Take back `install_sdpa`; nothing happens where nothing is installed."""
-    global _installed
     with _lock:
         if _installed is not None:
-            _installed.__exit__(None, None, None)
-            _installed = None
+            _installed._leave()
 
 
 def _function_of(replacement: SdpaReplacement) -> Callable:
@@ -266,6 +323,9 @@ def _function_of(replacement: SdpaReplacement) -> Callable:
             )
         return sage_attention(*call, window=window, recipe=replacement.recipe, impl=replacement.impl)
 
+    # by which pickle finds it, as it does the original: the function that the other process has there
+    scaled_dot_product_attention.__module__ = F.__name__
+    scaled_dot_product_attention.__qualname__ = scaled_dot_product_attention.__name__
     return scaled_dot_product_attention
 
 

@@ -9,15 +9,15 @@ The batch is what `context_parallel.shard` gives this process of ids, labels and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sagebwd.extras import extra
-from sagebwd.integrations.context_parallel import place, ring_attention, shard
+from sagebwd.integrations.context_parallel import shard
+from sagebwd.integrations.ring import checked_ring_attention, place
 from sagebwd.integrations.transformers_masks import Mask
 from sagebwd.integrations.transformers_settings import NAME
 
@@ -25,22 +25,32 @@ with extra("transformers"):
     from transformers import PreTrainedModel
     from transformers.utils.import_utils import is_tracing
 
+# A module's attribute, so that copies of a model are shared among the same processes.
+_ATTRIBUTE = "_sagebwd_sharing"
 
-@dataclass(eq=False)
+
 class Sharing:
-    """The processes that share a model's sequences."""
+    """The processes that share a model's sequences; its copies are itself, as processes are not copied."""
 
-    group: dist.ProcessGroup | None
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
 
+    def __deepcopy__(self, _: object) -> Sharing:
+        return self
 
-_sharing: WeakKeyDictionary[nn.Module, Sharing] = WeakKeyDictionary()
-_is_used = False  # which a trace can read
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "share_sequences: a model whose sequences are divided among processes cannot be pickled, as its process "
+            "group cannot; save its state_dict (save_pretrained does), or call keep_sequences(model) first"
+        )
 
 
 def share_sequences(model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> None:
     """From now on a model's sequences are divided among the processes of a group, all of them by default.
 
-    Every forward of the model then is one of all these processes, on each with its tokens of the same sequences.
+    Every forward of the model then is one of all these processes, on each with its tokens of the same sequences. So is
+    one of a copy (``copy.deepcopy``, ``AveragedModel``). Under another ``attn_implementation``, which would attend to
+    this process's tokens alone, a forward raises NotImplementedError.
 
     Raises ValueError for a model that is not under ``attn_implementation="sagebwd"``.
     """
@@ -49,20 +59,41 @@ def share_sequences(model: PreTrainedModel, group: dist.ProcessGroup | None = No
             f"share_sequences: {type(model).__name__} has attn_implementation={model.config._attn_implementation!r}; "
             f"accepted: {NAME!r}"
         )
-    global _is_used
-    _is_used, sharing = True, Sharing(group)
-    _sharing.update((module, sharing) for module in model.modules())
+    keep_sequences(model)
+    sharing = Sharing(group)
+    for module in model.modules():
+        setattr(module, _ATTRIBUTE, sharing)
+        if _implementation_of(module) == NAME:
+            module.register_forward_pre_hook(_check_implementation)
 
 
 def keep_sequences(model: PreTrainedModel) -> None:
     """Take back `share_sequences`: the model's sequences are whole."""
     for module in model.modules():
-        _sharing.pop(module, None)
+        module.__dict__.pop(_ATTRIBUTE, None)
+        hooks = module._forward_pre_hooks  # found again in a copy of a model, whose handles nobody has
+        for key in [key for key, hook in hooks.items() if hook is _check_implementation]:
+            del hooks[key]
 
 
 def sharing_of(module: nn.Module) -> Sharing | None:
     """What an attention's sequences are divided among; None where they are whole."""
-    return _sharing.get(module) if _is_used else None
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def _implementation_of(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _check_implementation(module: nn.Module, _: object) -> None:
+    """Raises where a module of a shared model, which ran sagebwd's attention, has been given another since."""
+    given = _implementation_of(module)
+    if given != NAME:
+        raise NotImplementedError(
+            f"{type(module).__name__}: attn_implementation={given!r} is not supported where share_sequences divides a "
+            "model's sequences among processes, since it would attend to this process's tokens alone; set "
+            f"{NAME!r} again, or call keep_sequences(model) for whole ones"
+        )
 
 
 def shared_attention(
@@ -75,26 +106,33 @@ def shared_attention(
     the model handed its attention beside; options, scale, recipe and impl.
 
     Returns (batch, tokens, heads, value's head_dim). Raises NotImplementedError for what a ring does not compute, and
-    ValueError for position_ids of other tokens than this process's.
+    ValueError for position_ids of other tokens than this process's; on all processes where one of them does.
     """
+    if is_tracing(query):
+        _refuse("torch.compile")
     reason = _reason_to_refuse(query, key, mask, kwargs)
-    if reason is not None:
-        raise NotImplementedError(
-            f"{reason} is not supported where share_sequences divides a model's sequences among processes; call "
-            "keep_sequences(model) for whole ones"
-        )
-    is_causal = mask.visible.upper == 0
+    is_causal = reason is None and mask.visible.upper == 0
     positions = kwargs.get("position_ids")
-    if is_causal and (positions is not None or mask.visible.documents is not None):
-        _check_places(sharing.group, positions, query)
-    grouped = query.shape[1] != key.shape[1]
-    out = ring_attention(query, key, value, is_causal, enable_gqa=grouped, group=sharing.group, **options)
+
+    def check() -> None:
+        if reason is not None:
+            _refuse(reason)
+        if is_causal and (positions is not None or mask.visible.documents is not None):
+            _check_places(sharing.group, positions, query)
+
+    options = {"enable_gqa": query.shape[1] != key.shape[1], **options}
+    out = checked_ring_attention(query, key, value, is_causal, options, sharing.group, check)
     return out.transpose(1, 2).contiguous()
 
 
+def _refuse(reason: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{reason} is not supported where share_sequences divides a model's sequences among processes; call "
+        "keep_sequences(model) for whole ones"
+    )
+
+
 def _reason_to_refuse(query: Tensor, key: Tensor, mask: Mask | None, kwargs: dict[str, object]) -> str | None:
-    if is_tracing(query):
-        return "torch.compile"
     if mask is None or mask.continues:
         return "a KV cache"
     if query.shape[2] != key.shape[2]:

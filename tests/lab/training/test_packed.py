@@ -34,6 +34,8 @@ def test_what_was_packed_comes_back(runs, tmp_path):
             json.loads(line) for line in path.read_text().splitlines()
         ]
     assert len(list((tmp_path / "again").glob("*/*"))) == len(list(runs.glob("*/*")))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is there already; give another folder"):
+        packed.unpack(tmp_path / "packed", tmp_path / "again")
 
 
 def test_runs_of_one_seed_are_found():
