@@ -2,11 +2,13 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from sagebwd import Recipe, explain, qk_norm_rope, read_mask, sage_attention, sage_attention_varlen, switches
 from sagebwd.reference.metrics import relative_l2
@@ -399,6 +401,18 @@ def test_second_derivatives_are_refused(recipe, of_gradients):
     loss = o.sum() + 100 * (first**2).sum()
     with pytest.raises(NotImplementedError, match=r"second derivatives .*create_graph=True.*SDPBackend\.MATH"):
         torch.autograd.grad(loss, q)
+
+
+@pytest.mark.parametrize("operators", [False, True])
+def test_second_derivatives_by_what_is_behind_attention_are_refused(operators):
+    """Regression: gradients depend on dO and dlse too, and the part of a head's parameters was missing unsaid."""
+    q, k, v, weight = leaves(*draw(tokens=6, head_dim=8)[:3], torch.randn(8))
+    with FlopCounterMode(display=False) if operators else nullcontext():
+        o, lse = sage_attention(q, k, v, recipe="token", return_lse=True)
+    for loss in ((o * weight).square().sum(), (lse * weight[0]).sum()):
+        (first,) = torch.autograd.grad(loss, q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(first.square().sum(), weight)
 
 
 def test_a_graph_of_the_gradients_alone_is_fine():

@@ -152,7 +152,7 @@ class _NormRopeAttention(torch.autograd.Function):
         for weight, gradient in zip(saved[6:8], (dq_weight, dk_weight)):
             gradients.append(None if weight is None else gradient.to(weight.dtype))
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = once_differentiable(saved[3], gradients)
+            gradients = once_differentiable((saved[3], do), gradients)
         return None, *gradients, *(None,) * 17
 
 

@@ -121,8 +121,7 @@ class _NormRope(torch.autograd.Function):
             gradients.append(None if weight is None else gradient.to(weight.dtype))
         needed = [x if need else None for x, need in zip(gradients, ctx.needs_input_grad[1:5])]
         if torch.is_grad_enabled():  # create_graph=True
-            cause = next((x for x in (dq_out, dk_out, *saved) if x is not None and x.requires_grad), None)
-            needed = needed if cause is None else once_differentiable(cause, needed)
+            needed = once_differentiable((dq_out, dk_out, *saved), needed)
         return None, *needed, *(None,) * 7
 
 

@@ -268,8 +268,8 @@ class _Attention(torch.autograd.Function):
             gradients = attention_backward(do, dlse, q, k, v, o, lse, workspace, sinks, *masks, *ctx.settings)
             *gradients, dsinks = gradients
         gradients.append(dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None)
-        if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
-            gradients = once_differentiable(o, gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = once_differentiable((o, do, dlse), gradients)
         return None, *gradients, *(None,) * 15
 
 

@@ -8,7 +8,7 @@ torch.compile and the operators of `sagebwd.ops` run the same plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -486,7 +486,7 @@ class SageAttention(torch.autograd.Function):
         weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
         gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[6] else None, *weights]
         if create_graph:
-            gradients = once_differentiable(o, gradients)
+            gradients = once_differentiable((o, do, dlse), gradients)
         rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
         return None, None, None, *gradients[:4], None, None, None, *rest
 
@@ -495,7 +495,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     """Gradients as they are; who differentiates them again is told."""
 
     @staticmethod
-    def forward(ctx, o, *gradients):
+    def forward(ctx, gradients, *causes):
         return tuple(gradient.clone() for gradient in gradients)
 
     @staticmethod
@@ -506,7 +506,14 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def once_differentiable(o: Tensor, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that raise NotImplementedError where they are differentiated again; o, which needs gradients."""
-    found = iter(_OnceDifferentiable.apply(o, *(x for x in gradients if x is not None)))
+def once_differentiable(
+    causes: Iterable[Tensor | None], gradients: Iterable[Tensor | None]
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients that raise NotImplementedError where they are differentiated again.
+
+    causes: all that they depend on, or what depends on that itself: autograd asks no node which leads only elsewhere.
+    The output stands for every input of a call, but not for what came to its backward: dO depends on what is behind.
+    """
+    gradients = list(gradients)
+    found = iter(_OnceDifferentiable.apply([x for x in gradients if x is not None], *causes))
     return [None if x is None else next(found) for x in gradients]
