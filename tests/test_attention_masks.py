@@ -120,6 +120,26 @@ def test_hidden_queries_and_keys(kind, recipe, impl):
     assert (dv[unseen] == 0).all()
 
 
+@pytest.mark.parametrize(("recipe", "impl"), [
+    ("token", "reference"), ("paper", "reference"), ("mixed", "reference"), ("mixed(dp=int8)", "reference"),
+    ("token", "triton"), ("token(dp=int8)", "triton"),
+])  # fmt: skip
+def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe, impl):
+    """Regression: they stood in the scale of their block's dO, and dV of the other queries lost its digits."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the kernels run on the GPU")
+    (q, k, v), do = inputs((1, 2, 60, 60), 2, torch.bfloat16)
+    mask = torch.ones(60, 60, dtype=torch.bool).tril()
+    mask[[3, 50]] = False
+    louder = do.clone()
+    louder[:, :, [3, 50]] *= 1000
+    found, expected = (outcome(sage_attention, (q, k, v), x, attn_mask=mask, recipe=recipe, impl=impl)
+                       for x in (louder, do))  # fmt: skip
+    assert all(map(torch.equal, found, expected))
+
+
 def test_large_biases_are_numbers():
     """-1e9 hides beside other keys; where all keys have it, the output is that of none, and gradients are finite."""
     (q, k, v), do = inputs((1, 1, 20, 20), 1, torch.float32)

@@ -258,6 +258,7 @@ class Emulator:
         name, the query and key range and the value of P, dP and dS of each chunk.
         """
         recipe, x = self.recipe, self.operands
+        do = do * (lse != -math.inf).unsqueeze(-1)  # of a query that sees no key it sets no scale; NaN stays
         if dlse is not None:
             dlse = dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
         dp_operands = self._dp_operands(do, o, lse, dlse)
