@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.common.strided import ONE
+from sagebwd.kernels.common.strided import ANY, ONE, counted_as_any
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
 from sagebwd.kernels.runtime import device
 from sagebwd.masks.band import Band
@@ -37,7 +37,11 @@ def _listed(call: Call, kernel: str, first_keys: int = 0) -> Listed:
 
 
 class Masked(NamedTuple):
-    """A mask as a kernel's one argument: elements, lists, and what the kernel is compiled for."""
+    """A mask as a kernel's one argument: elements, lists, and what the kernel is compiled for.
+
+    Strides follow the lengths, of which kernels of their own would follow: those of lists, and of elements but in an
+    EVEN mask, are `counted_as_any`.
+    """
 
     at: Tensor  # elements
     lists: Tensor
@@ -52,19 +56,21 @@ class Masked(NamedTuple):
     TILE: tl.constexpr  # queries and keys of a stored tile, 0 without
     EVEN: tl.constexpr
     LIST_ROWS: tl.constexpr
-    unit: tl.constexpr = ONE  # of strides (`operands.strided`)
+    unit: tl.constexpr  # of strides of elements but the last (`elements`)
 
     @classmethod
     def of(cls, listed: Listed | None) -> Masked | None:
         """None without a mask."""
         if listed is None:
             return None
-        of_elements = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        *of_elements, of_key = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        unit = ONE if listed.is_even else ANY
+        of_elements = of_elements if listed.is_even else counted_as_any(*of_elements)
+        of_lists = counted_as_any(*strides(listed.lists)[:2], listed.lists.stride(2))
         compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, listed.is_even, listed.rows
         return cls(
-            listed.elements, listed.lists, *of_elements, *strides(listed.lists)[:2], listed.lists.stride(2),
-            *map(tl.constexpr, compiled_for),
-        )  # fmt: skip
+            listed.elements, listed.lists, *of_elements, of_key, *of_lists, *map(tl.constexpr, compiled_for), unit
+        )
 
 
 def masks_of(call: Call, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, Tensor | None, Masked | None]:
