@@ -415,6 +415,43 @@ def test_second_derivatives_by_what_is_behind_attention_are_refused(operators):
             torch.autograd.grad(first.square().sum(), weight)
 
 
+@pytest.mark.parametrize(("recipe", "operators"), [("auto", False), ("token", False), ("token", True)])
+@pytest.mark.parametrize("what", ["boolean", "padding", "bias", "offsets", "sinks", "key and value", "tables"])
+def test_tensors_of_inference_mode_train(what, recipe, operators):
+    """Regression: autograd saves none, and torch's error named no argument; evaluation comes before training."""
+    q, k, v, _ = draw(tokens=9, head_dim=8)
+
+    def made():
+        """Of the case, the arguments that inference mode made, and the call."""
+        one, options = torch.ones(9, 9).tril(), {"recipe": recipe}
+        if what == "offsets":
+            offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+            return [offsets], lambda q, k, v, x: sage_attention_varlen(
+                *(y[0].transpose(0, 1) for y in (q, k, v)), x, x, 5, 5, **options
+            )
+        if what == "tables":
+            cos, sin = one[:, :8] + 1, one[:, :8]
+            return [cos, sin], lambda q, k, v, cos, sin: sage_attention(
+                *qk_norm_rope(q, k, eps=1e-6, cos=cos, sin=sin), v, **options
+            )
+        if what == "sinks":
+            return [one[0, : q.shape[1]] + 0], lambda q, k, v, x: sage_attention(q, k, v, sinks=x, **options)
+        if what == "key and value":
+            return [k + 0, v + 0], lambda q, _, __, k, v: sage_attention(q, k, v, **options)
+        mask = {"boolean": one > 0, "padding": one[5:6] > 0, "bias": one}[what]
+        return [mask], lambda q, k, v, x: sage_attention(q, k, v, x, **options)
+
+    with torch.inference_mode():
+        of_inference, call = made()
+        call(q, k, v, *of_inference)
+    found = []
+    for given in (of_inference, made()[0]):
+        (leaf,) = leaves(q)
+        with FlopCounterMode(display=False) if operators else nullcontext():
+            found += torch.autograd.grad(call(leaf, k, v, *given).square().sum(), leaf)
+    assert torch.equal(*found)
+
+
 def test_a_graph_of_the_gradients_alone_is_fine():
     q, k, v = leaves(*draw(tokens=6, head_dim=8)[:3])
     o = sage_attention(q, k, v, recipe="token")

@@ -207,7 +207,11 @@ class SdpaCall:
 
     def __init__(self, contender: str, run: Callable[..., Tensor]) -> None:
         """contender: of `sagebwd.auto.contenders`, who runs it."""
-        self.answer, self.run = handed_over(contender), run
+        self.answer, self._run = handed_over(contender), run
+
+    def run(self, *given: Tensor | None) -> Tensor:
+        """The output."""
+        return self._run(*(map(savable, given) if _is_grad_enabled() else given))
 
 
 class Plan:
@@ -448,6 +452,11 @@ def device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device)
 
 
+def savable(x: Tensor | None) -> Tensor | None:
+    """x, or a copy where it was made in inference mode: autograd saves no such tensor."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
 class SageAttention(torch.autograd.Function):
     """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
 
@@ -463,8 +472,9 @@ class SageAttention(torch.autograd.Function):
         ctx.mask = mask if mask is None or mask.is_kept else mask._replace(elements=None)
         ctx.set_materialize_grads(False)
         elements = None if mask is None or mask.is_kept else mask.elements
-        kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
-        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, elements, *prologue[2:])
+        inputs = q if keep_q else None, k if keep_k else None, v
+        masks = key_mask, cu_seqlens_q, cu_seqlens_k, elements, *prologue[2:]
+        ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, masks))
         if not with_lse:
             return o
         ctx.mark_non_differentiable(workspace)
