@@ -4,6 +4,7 @@ import math
 import re
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -283,12 +284,16 @@ REFUSED = [
     ({"dropout_p": 1.5}, ValueError, "dropout_p=1.5 must be at least 0 and at most 1"),
     ({"dropout_p": "a"}, TypeError, "dropout_p='a' must be a number"),
     ({"attn_mask": torch.ones(6, 5, dtype=torch.bool)}, ValueError, "attn_mask: shape (6, 5) does not broadcast to"),
+    ({"attn_mask": torch.ones(2, 6, dtype=torch.bool)}, ValueError, "padding pass attn_mask[:, None, None, :]"),
+    ({"attn_mask": torch.ones(2, 6, 6)}, ValueError, "its last two or three dimensions; pass attn_mask[:, None]"),
     ({"attn_mask": torch.zeros(6, 6, dtype=torch.int8)}, TypeError, "attn_mask: dtype torch.int8 is not supported"),
+    ({"attn_mask": torch.ones(2, 6, dtype=torch.int64)}, TypeError, "as attn_mask.bool() of ones and zeros"),
     ({"attn_mask": "causal"}, TypeError, "attn_mask: expected a tensor or None, got str"),
     ({"is_causal": 1}, TypeError, "is_causal=1 must be True or False"),
     ({"scale": "auto"}, TypeError, "scale='auto' must be a number"),
     ({"scale": math.nan}, ValueError, "scale=nan must be finite"),
     ({"window": 5}, ValueError, "window=5 must be None or (left, right)"),
+    ({"window": 5}, ValueError, "a query's last 5 tokens, its own among them, are (4, 0)"),
     ({"window": (5, -2)}, ValueError, "window=(5, -2) must hold two integers"),
     ({"window": (5, 1.5)}, ValueError, "window=(5, 1.5) must hold two integers"),
     ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, mixed, full"),
@@ -316,6 +321,9 @@ REFUSED_PACKED = [
     ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q: expected an int32 tensor, got NoneType"),
     ({"cu_seqlens_q": [0, 6]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
     ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "cu_seqlens_k: expected int32 of shape (sequences + 1,)"),
+    ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "of shape (3,); pass cu_seqlens_k.int()"),
+    ({"max_seqlen_q": torch.tensor(4)}, ValueError, "pass max_seqlen_q.item()"),
+    ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q=-1 must be an integer, at least 0"),
     ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "int32 of shape (sequences + 1,), one sequence at least, got"),
     ({"cu_seqlens_q": OFFSETS.to("meta")}, ValueError, "cu_seqlens_q: device meta differs"),
     ({"cu_seqlens_q": OFFSETS.repeat_interleave(2)[::2]}, ValueError, "expected offsets side by side, got stride 2"),
@@ -339,6 +347,27 @@ def test_refused_packed(change, error, message):
     sage_attention_varlen(**good)
     with pytest.raises(error, match=re.escape(message)):
         sage_attention_varlen(**good | change)
+
+
+def test_integers_of_numpy_are_integers():
+    """Regression: longest lengths and windows are often sums or maxima of arrays."""
+    packed, longest, window = torch.randn(6, 4, 8), np.int64(4), (np.int32(2), np.int64(-1))
+    found, expected = (
+        sage_attention_varlen(packed, packed, packed, OFFSETS, OFFSETS, x, x, window=y, recipe="token")
+        for x, y in ((longest, window), (4, (2, -1)))
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("recipe", ["full", "token"])
+def test_lse_of_no_heads(recipe):
+    """Regression: ZeroDivisionError."""
+    x = torch.zeros(6, 0, 8, requires_grad=True)
+    _, lse = sage_attention_varlen(x, x, x, OFFSETS, OFFSETS, 4, 4, recipe=recipe, return_lse=True)
+    _, dense = sage_attention(*[x.transpose(0, 1)[None]] * 3, recipe=recipe, return_lse=True)
+    assert (lse.shape, dense.shape) == ((0, 6), (1, 0, 6))
+    (lse.sum() + dense.sum()).backward()
+    assert x.grad.shape == x.shape
 
 
 def test_recipe_object_name_and_text_are_one():
