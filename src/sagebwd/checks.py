@@ -152,6 +152,21 @@ def refuse_forward_mode(given: Iterable[tuple[str, Tensor | None]]) -> None:
             )
 
 
+def refuse_distributed(**given: Tensor | None) -> None:
+    """Raises NotImplementedError for a DTensor, for which the operators have no sharding strategy."""
+    module = sys.modules.get("torch.distributed.tensor")  # which takes long to import; who has a DTensor has done so
+    if module is None or torch.compiler.is_compiling():
+        return
+    for name, tensor in given.items():
+        if isinstance(tensor, module.DTensor):
+            raise NotImplementedError(
+                f"{name}: a DTensor is not supported; where batch or heads alone are divided, each process can attend "
+                "by itself: from torch.distributed.tensor.experimental import local_map; local_map(sage_attention, "
+                "list(query.placements), (query.placements, key.placements, value.placements))(query, key, value), or "
+                f"pass {name}.to_local(); where tokens are, use sagebwd.integrations.context_parallel.ring_attention"
+            )
+
+
 def strided(name: str, tensor: Tensor) -> None:
     """Raises NotImplementedError for a tensor without strides, as sparse and nested ones are."""
     if tensor.is_nested:
