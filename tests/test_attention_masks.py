@@ -120,23 +120,16 @@ def test_hidden_queries_and_keys(kind, recipe, impl):
     assert (dv[unseen] == 0).all()
 
 
-@pytest.mark.parametrize(("recipe", "impl"), [
-    ("token", "reference"), ("paper", "reference"), ("mixed", "reference"), ("mixed(dp=int8)", "reference"),
-    ("token", "triton"), ("token(dp=int8)", "triton"),
-])  # fmt: skip
-def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe, impl):
+@pytest.mark.parametrize("recipe", ["token", "paper", "mixed", "mixed(dp=int8)"])
+def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe):
     """Regression: they stood in the scale of their block's dO, and dV of the other queries lost its digits."""
-    if impl == "triton":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("the kernels run on the GPU")
     (q, k, v), do = inputs((1, 2, 60, 60), 2, torch.bfloat16)
     mask = torch.ones(60, 60, dtype=torch.bool).tril()
     mask[[3, 50]] = False
     louder = do.clone()
     louder[:, :, [3, 50]] *= 1000
-    found, expected = (outcome(sage_attention, (q, k, v), x, attn_mask=mask, recipe=recipe, impl=impl)
-                       for x in (louder, do))  # fmt: skip
+    options = {"attn_mask": mask, "recipe": recipe, "impl": "reference"}
+    found, expected = (outcome(sage_attention, (q, k, v), x, **options) for x in (louder, do))
     assert all(map(torch.equal, found, expected))
 
 

@@ -430,6 +430,18 @@ def test_repeats_bit_for_bit():
         assert tensor is None or torch.equal(tensor, second[name]), name
 
 
+@pytest.mark.parametrize("recipe", ["token", "paper", "token(dp=int8)"])
+def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe):
+    """Those from 50 on, of the block that the others are in."""
+    case = AttentionCase(recipe=recipe, tokens_q=64, tokens_k=40, heads=1, window=(10, 0), device=DEVICE)
+    q, k, v, do, _ = case.inputs()
+    louder = do.clone()
+    louder[:, :, 50:] *= 1000
+    found, expected = (case.run("triton", (q, k, v, x, None)) for x in (louder, do))
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(found[name], expected[name]), name
+
+
 def apart(x):
     """The same numbers, each with another beside it."""
     return torch.stack([x, x], -1)[..., 0]
