@@ -148,7 +148,7 @@ def _composed(
         dtype = dtypes[0] if dtypes[0] == dtypes[1] else None
         *found, _, _ = norm_rope_ops.qk_norm_rope(*rows, q_weight, k_weight, *tables, eps, interleaved, dtype)
     else:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             rows, (q_weight, k_weight), tables = (list(map(savable, x)) for x in (rows, (q_weight, k_weight), tables))
         found = [
             norm_rope(x, weight, eps, *table, rope, dtype)

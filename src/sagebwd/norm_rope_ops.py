@@ -16,7 +16,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.call import empty_like_rows
 from sagebwd.ops import LIBRARY, differentiable, operator
-from sagebwd.plan import device_of, once_differentiable, savable, side_by_side
+from sagebwd.plan import device_of, once_differentiable, savable
 
 
 @cache
@@ -115,8 +115,7 @@ class _NormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq_out, dk_out, *_):
-        saved = list(ctx.saved_tensors)
-        saved[2:4] = map(side_by_side, saved[2:4])
+        saved = ctx.saved_tensors
         with torch.no_grad():
             *gradients, dq_weight, dk_weight = qk_norm_rope_backward(dq_out, dk_out, *saved, *ctx.settings)
         for weight, gradient in zip(saved[4:6], (dq_weight, dk_weight)):

@@ -295,11 +295,6 @@ class Plan:
         """
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
-        workspace, lse, cu_seqlens_q, cu_seqlens_k = map(side_by_side, (workspace, lse, cu_seqlens_q, cu_seqlens_k))
-        key_mask, o = side_by_side(key_mask), o if o.stride(-1) == 1 else side_by_side(o)
-        if mask is not None and mask.tiles is not None and not mask.is_kept:
-            elements, tiles, blocks = map(side_by_side, mask.tensors[:3])
-            mask = mask._replace(elements=elements, tiles=tiles, blocks=blocks)
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
@@ -384,7 +379,8 @@ class Plan:
         ) -> tuple[Tensor | None, ...]:  # fmt: skip
             if elements is not None:
                 call = dispatch.prepared(BACKWARD, self.choice, restored(elements, left, call))
-            return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
+            saved = self._saved(o, lse, runtime.driver.contiguous(workspace))
+            return runtime.driver.backward(*family, call, saved, *rest)
 
         return runtime.program.Program.of(described, (elements, left, call, workspace, *tensors))
 
@@ -423,6 +419,8 @@ class Plan:
         lse: Tensor, workspace: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The gradients by the reference, or of no tokens."""
+        if workspace.data_ptr() % TAKEN or not workspace.is_contiguous():  # as a hook of saved tensors gives it back
+            workspace = workspace.clone(memory_format=torch.contiguous_format)
         saved = self._saved(o, lse, workspace)
         if self.is_empty:
             gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
@@ -460,16 +458,6 @@ def device_of(x: Tensor) -> AbstractContextManager:
 def savable(x: Tensor | None) -> Tensor | None:
     """x, or a copy where it was made in inference mode: autograd saves no such tensor."""
     return x.clone() if x is not None and x.is_inference() else x
-
-
-def side_by_side(x: Tensor | None) -> Tensor | None:
-    """x in one piece from an address that kernels take, as hooks of saved tensors need not give it back.
-
-    Bytes are viewed as numbers, and of a mask's tiles kernels are given the first.
-    """
-    if x is None or (x.is_contiguous() and x.data_ptr() % TAKEN == 0):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 class SageAttention(torch.autograd.Function):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd.cache import TAKEN
 from sagebwd.call import Call
 from sagebwd.kernels.common.strided import ANY, ONE, counted_as_any
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
@@ -32,8 +34,13 @@ def _listed(call: Call, kernel: str, first_keys: int = 0) -> Listed:
     tile, by_key = list_tile(kernel, call.head_dim, call.recipe, device.capability(call.device))
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     found = listed(call.mask, call.key_mask, tokens, band, tile, by_key, first_keys)
+    if not found.is_tiled:
+        return found
+    elements = found.elements
+    if elements.data_ptr() % TAKEN or not elements.is_contiguous():  # as a hook of saved tensors gives them back
+        elements = elements.clone(memory_format=torch.contiguous_format)
     # kernels go by the tile's number: how many there are is no part of a call's specification
-    return found._replace(elements=found.elements[:1]) if found.is_tiled else found
+    return found._replace(elements=elements[:1])
 
 
 class Masked(NamedTuple):
