@@ -2,11 +2,14 @@
 
 import math
 import re
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from sagebwd import Recipe, explain, qk_norm_rope, read_mask, sage_attention, sage_attention_varlen, switches
 from sagebwd.reference.metrics import relative_l2
@@ -281,12 +284,16 @@ REFUSED = [
     ({"dropout_p": 1.5}, ValueError, "dropout_p=1.5 must be at least 0 and at most 1"),
     ({"dropout_p": "a"}, TypeError, "dropout_p='a' must be a number"),
     ({"attn_mask": torch.ones(6, 5, dtype=torch.bool)}, ValueError, "attn_mask: shape (6, 5) does not broadcast to"),
+    ({"attn_mask": torch.ones(2, 6, dtype=torch.bool)}, ValueError, "padding pass attn_mask[:, None, None, :]"),
+    ({"attn_mask": torch.ones(2, 6, 6)}, ValueError, "its last two or three dimensions; pass attn_mask[:, None]"),
     ({"attn_mask": torch.zeros(6, 6, dtype=torch.int8)}, TypeError, "attn_mask: dtype torch.int8 is not supported"),
+    ({"attn_mask": torch.ones(2, 6, dtype=torch.int64)}, TypeError, "as attn_mask.bool() of ones and zeros"),
     ({"attn_mask": "causal"}, TypeError, "attn_mask: expected a tensor or None, got str"),
     ({"is_causal": 1}, TypeError, "is_causal=1 must be True or False"),
     ({"scale": "auto"}, TypeError, "scale='auto' must be a number"),
     ({"scale": math.nan}, ValueError, "scale=nan must be finite"),
     ({"window": 5}, ValueError, "window=5 must be None or (left, right)"),
+    ({"window": 5}, ValueError, "a query's last 5 tokens, its own among them, are (4, 0)"),
     ({"window": (5, -2)}, ValueError, "window=(5, -2) must hold two integers"),
     ({"window": (5, 1.5)}, ValueError, "window=(5, 1.5) must hold two integers"),
     ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, mixed, full"),
@@ -314,6 +321,9 @@ REFUSED_PACKED = [
     ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q: expected an int32 tensor, got NoneType"),
     ({"cu_seqlens_q": [0, 6]}, TypeError, "cu_seqlens_q: expected an int32 tensor, got list"),
     ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "cu_seqlens_k: expected int32 of shape (sequences + 1,)"),
+    ({"cu_seqlens_k": OFFSETS.long()}, ValueError, "of shape (3,); pass cu_seqlens_k.int()"),
+    ({"max_seqlen_q": torch.tensor(4)}, ValueError, "pass max_seqlen_q.item()"),
+    ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q=-1 must be an integer, at least 0"),
     ({"cu_seqlens_q": OFFSETS[:1]}, ValueError, "int32 of shape (sequences + 1,), one sequence at least, got"),
     ({"cu_seqlens_q": OFFSETS.to("meta")}, ValueError, "cu_seqlens_q: device meta differs"),
     ({"cu_seqlens_q": OFFSETS.repeat_interleave(2)[::2]}, ValueError, "expected offsets side by side, got stride 2"),
@@ -337,6 +347,27 @@ def test_refused_packed(change, error, message):
     sage_attention_varlen(**good)
     with pytest.raises(error, match=re.escape(message)):
         sage_attention_varlen(**good | change)
+
+
+def test_integers_of_numpy_are_integers():
+    """Regression: longest lengths and windows are often sums or maxima of arrays."""
+    packed, longest, window = torch.randn(6, 4, 8), np.int64(4), (np.int32(2), np.int64(-1))
+    found, expected = (
+        sage_attention_varlen(packed, packed, packed, OFFSETS, OFFSETS, x, x, window=y, recipe="token")
+        for x, y in ((longest, window), (4, (2, -1)))
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("recipe", ["full", "token"])
+def test_lse_of_no_heads(recipe):
+    """Regression: ZeroDivisionError."""
+    x = torch.zeros(6, 0, 8, requires_grad=True)
+    _, lse = sage_attention_varlen(x, x, x, OFFSETS, OFFSETS, 4, 4, recipe=recipe, return_lse=True)
+    _, dense = sage_attention(*[x.transpose(0, 1)[None]] * 3, recipe=recipe, return_lse=True)
+    assert (lse.shape, dense.shape) == ((0, 6), (1, 0, 6))
+    (lse.sum() + dense.sum()).backward()
+    assert x.grad.shape == x.shape
 
 
 def test_recipe_object_name_and_text_are_one():
@@ -399,6 +430,55 @@ def test_second_derivatives_are_refused(recipe, of_gradients):
     loss = o.sum() + 100 * (first**2).sum()
     with pytest.raises(NotImplementedError, match=r"second derivatives .*create_graph=True.*SDPBackend\.MATH"):
         torch.autograd.grad(loss, q)
+
+
+@pytest.mark.parametrize("operators", [False, True])
+def test_second_derivatives_by_what_is_behind_attention_are_refused(operators):
+    """Regression: gradients depend on dO and dlse too, and the part of a head's parameters was missing unsaid."""
+    q, k, v, weight = leaves(*draw(tokens=6, head_dim=8)[:3], torch.randn(8))
+    with FlopCounterMode(display=False) if operators else nullcontext():
+        o, lse = sage_attention(q, k, v, recipe="token", return_lse=True)
+    for loss in ((o * weight).square().sum(), (lse * weight[0]).sum()):
+        (first,) = torch.autograd.grad(loss, q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(first.square().sum(), weight)
+
+
+@pytest.mark.parametrize(("recipe", "operators"), [("auto", False), ("token", False), ("token", True)])
+@pytest.mark.parametrize("what", ["boolean", "padding", "bias", "offsets", "sinks", "key and value", "tables"])
+def test_tensors_of_inference_mode_train(what, recipe, operators):
+    """Regression: autograd saves none, and torch's error named no argument; evaluation comes before training."""
+    q, k, v, _ = draw(tokens=9, head_dim=8)
+
+    def made():
+        """Of the case, the arguments that inference mode made, and the call."""
+        one, options = torch.ones(9, 9).tril(), {"recipe": recipe}
+        if what == "offsets":
+            offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+            return [offsets], lambda q, k, v, x: sage_attention_varlen(
+                *(y[0].transpose(0, 1) for y in (q, k, v)), x, x, 5, 5, **options
+            )
+        if what == "tables":
+            cos, sin = one[:, :8] + 1, one[:, :8]
+            return [cos, sin], lambda q, k, v, cos, sin: sage_attention(
+                *qk_norm_rope(q, k, eps=1e-6, cos=cos, sin=sin), v, **options
+            )
+        if what == "sinks":
+            return [one[0, : q.shape[1]] + 0], lambda q, k, v, x: sage_attention(q, k, v, sinks=x, **options)
+        if what == "key and value":
+            return [k + 0, v + 0], lambda q, _, __, k, v: sage_attention(q, k, v, **options)
+        mask = {"boolean": one > 0, "padding": one[5:6] > 0, "bias": one}[what]
+        return [mask], lambda q, k, v, x: sage_attention(q, k, v, x, **options)
+
+    with torch.inference_mode():
+        of_inference, call = made()
+        call(q, k, v, *of_inference)
+    found = []
+    for given in (of_inference, made()[0]):
+        (leaf,) = leaves(q)
+        with FlopCounterMode(display=False) if operators else nullcontext():
+            found += torch.autograd.grad(call(leaf, k, v, *given).square().sum(), leaf)
+    assert torch.equal(*found)
 
 
 def test_a_graph_of_the_gradients_alone_is_fine():

@@ -120,6 +120,19 @@ def test_hidden_queries_and_keys(kind, recipe, impl):
     assert (dv[unseen] == 0).all()
 
 
+@pytest.mark.parametrize("recipe", ["token", "paper", "mixed", "mixed(dp=int8)"])
+def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe):
+    """Regression: they stood in the scale of their block's dO, and dV of the other queries lost its digits."""
+    (q, k, v), do = inputs((1, 2, 60, 60), 2, torch.bfloat16)
+    mask = torch.ones(60, 60, dtype=torch.bool).tril()
+    mask[[3, 50]] = False
+    louder = do.clone()
+    louder[:, :, [3, 50]] *= 1000
+    options = {"attn_mask": mask, "recipe": recipe, "impl": "reference"}
+    found, expected = (outcome(sage_attention, (q, k, v), x, **options) for x in (louder, do))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_large_biases_are_numbers():
     """-1e9 hides beside other keys; where all keys have it, the output is that of none, and gradients are finite."""
     (q, k, v), do = inputs((1, 1, 20, 20), 1, torch.float32)

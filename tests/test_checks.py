@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from sagebwd import checks, replace_sdpa, sage_attention
@@ -91,3 +93,24 @@ def test_an_exported_graph_does_not_run_divided():
     with dividing(), pytest.raises(NotImplementedError, match="context_parallel divides the sequence"):
         exported(x)
     assert torch.equal(exported(x), before)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
+def test_a_dtensor_is_told_what_to_write():
+    """Regression: torch's error had no way out. What it says works."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.experimental import local_map
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = [torch.randn(1, 2, 6, 8) for _ in range(3)]
+        query, key, value = (distribute_tensor(x, mesh, [Shard(1)]) for x in whole)
+        attend = partial(sage_attention, recipe="token")
+        with pytest.raises(NotImplementedError, match=r"query: a DTensor .*local_map\(.*to_local"):
+            attend(query, key, value)
+        placements = query.placements, key.placements, value.placements
+        found = local_map(attend, list(query.placements), placements)(query, key, value)
+        assert torch.equal(found.to_local(), attend(*whole))
+    finally:
+        dist.destroy_process_group()

@@ -12,6 +12,7 @@ from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from tests import programs
 from tests.gpus import DEVICE, on_gpu
+from tests.mask_lengths import FIRST
 from tests.masks import drawn
 
 CAUSAL, WINDOW, ONE_SIDED = Band(upper=0), Band(lower=-70, upper=5), Band(lower=-40)
@@ -164,3 +165,12 @@ def test_they_compile_for_hopper(folder, which):
     for row in rows:
         assert row["spills"] == 0, row
         assert row["shared_bytes"] <= 96 << 10, row
+
+
+def test_no_length_has_kernels_of_its_own():
+    """Regression: strides and sizes were kernels' constants where they are 1 or multiples of 16: every few lengths
+    some combination was new, and compiled for seconds."""
+    rows = programs.compiled("tests.mask_lengths")
+    kernels = {row["kernel"] for row in rows}
+    assert {"_pass_kernel", "_lists_kernel", "_codes_kernel", "dq_kernel", "backward_kernel"} <= kernels
+    assert [row for row in rows if row["length"] not in FIRST] == []

@@ -266,9 +266,11 @@ def test_a_second_derivative_is_refused(stand_in):  # noqa: F811
     given = Given(Case(heads=(2, 2)))
     with FlopCounterMode(display=False):  # a mode: the operator runs
         o = given.attend(*given.leaves)
-        (dq,) = torch.autograd.grad(o.float().sum(), given.leaves[:1], create_graph=True)
-        with pytest.raises(NotImplementedError, match="second derivatives"):
-            torch.autograd.grad(dq.float().sum(), given.leaves[:1])
+        weight = torch.ones(o.shape[-1], requires_grad=True)  # of what is behind attention
+        (dq,) = torch.autograd.grad((o.float() * weight).sum(), given.leaves[:1], create_graph=True)
+        for x in (given.leaves[0], weight):
+            with pytest.raises(NotImplementedError, match="second derivatives"):
+                torch.autograd.grad(dq.float().sum(), x, retain_graph=True)
 
 
 HOPPER = [

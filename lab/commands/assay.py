@@ -12,6 +12,7 @@ from benchmarks.commands import Device, Recipes, check_at_least
 from lab.commands.configs import Setting, load
 from lab.commands.terminal import training
 from lab.training.config import Config
+from sagebwd.environment import write_whole
 
 
 def assay(
@@ -54,12 +55,14 @@ def assay(
         from lab.studies import assay as study
         from lab.training.data import know_runs
         from sagebwd.cli.hardware import check_device
+        from sagebwd.cli.outputs import check_files
         from sagebwd.cli.results import environment
         from sagebwd.cli.terminal import console, progress
         from sagebwd.diagnostics.models import load_model
         from sagebwd.recipe import Recipe
 
         check_device(device)
+        check_files({"--output": output}, {"--model": model, "--text": text, "--weights": weights})
         recipes = [one if one == study.ROUNDED else str(Recipe.parse(one)) for one in recipe or study.RECIPES]
         if chosen is not None:
             model = _trained(chosen, run or Path("runs") / f"{chosen.name}-assay")
@@ -113,5 +116,4 @@ def _windows(loaded: object, model: Path, text: Path, tokens: int, count: int) -
 
 def _write(output: Path | None, content: dict) -> None:
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(output, json.dumps(content, indent=1) + "\n")

@@ -145,7 +145,7 @@ def packed_arguments_of(
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
     checks.heads(query.shape[1], key.shape[1], enable_gqa=True)
     checks.sinks(sinks, query)
-    checks.packing(*offsets, lengths, query.device)
+    lengths = checks.packing(*offsets, lengths, query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     checks.refuse_only_torch(query, value, None, 0)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))

@@ -294,6 +294,8 @@ def _by_operators(
         return torch_attention.packed(q, k, v, checked.offsets, checked.lengths, *band)
     if contender is not None:
         return torch_attention.dense(checked.way, q, k, v, checked.elements, checked.scale)
+    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), checked.offsets))
+    checks.refuse_distributed(query=q, key=k, value=v, attn_mask=attn_mask, sinks=sinks, **offsets)
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
     masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -94,11 +95,23 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     if window is None:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit")
-    for side in window:
-        if isinstance(side, bool) or not isinstance(side, int) or side < -1:
-            raise ValueError(f"window={window!r} must hold two integers, each at least 0, or -1 for no limit")
-    return min(window[0], FARTHEST), min(window[1], FARTHEST)
+        size = _index(window)
+        instead = "" if size is None else f"; a query's last {size} tokens, its own among them, are ({size - 1}, 0)"
+        raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit{instead}")
+    left, right = map(_index, window)
+    if left is None or right is None or left < -1 or right < -1:
+        raise ValueError(f"window={window!r} must hold two integers, each at least 0, or -1 for no limit")
+    return min(left, FARTHEST), min(right, FARTHEST)
+
+
+def _index(x: object) -> int | None:
+    """x as an int, where it is an integer, of numpy too; a symbol of a trace as it is. None for what is none."""
+    if isinstance(x, (int, torch.SymInt)):
+        return None if isinstance(x, bool) else x
+    try:
+        return None if isinstance(x, Tensor) else operator.index(x)
+    except TypeError:
+        return None
 
 
 def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> None:
@@ -136,6 +149,21 @@ def refuse_forward_mode(given: Iterable[tuple[str, Tensor | None]]) -> None:
             raise NotImplementedError(
                 f"{name}: forward-mode differentiation (torch.func.jvp, forward_ad) is not supported; use backward, "
                 f"or {_SDPA}"
+            )
+
+
+def refuse_distributed(**given: Tensor | None) -> None:
+    """Raises NotImplementedError for a DTensor, for which the operators have no sharding strategy."""
+    module = sys.modules.get("torch.distributed.tensor")  # which takes long to import; who has a DTensor has done so
+    if module is None or torch.compiler.is_compiling():
+        return
+    for name, tensor in given.items():
+        if isinstance(tensor, module.DTensor):
+            raise NotImplementedError(
+                f"{name}: a DTensor is not supported; where batch or heads alone are divided, each process can attend "
+                "by itself: from torch.distributed.tensor.experimental import local_map; local_map(sage_attention, "
+                "list(query.placements), (query.placements, key.placements, value.placements))(query, key, value), or "
+                f"pass {name}.to_local(); where tokens are, use sagebwd.integrations.context_parallel.ring_attention"
             )
 
 
@@ -246,8 +274,13 @@ def refuse_sinks_beside(only_torch: str, given: Tensor | None) -> None:
         )
 
 
-def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], device: torch.device) -> None:
-    """Raises unless the offsets and longest lengths of packed sequences are what they should be, values aside."""
+def packing(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int], device: torch.device
+) -> tuple[int, int]:
+    """The longest lengths; raises unless they and the offsets of packed sequences are what they should be.
+
+    The values of offsets are not read.
+    """
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         _check_offsets(name, offsets, device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -255,24 +288,38 @@ def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int]
             f"cu_seqlens_q and cu_seqlens_k name {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1} "
             "sequences; they must name as many"
         )
-    for name, tokens in zip(("max_seqlen_q", "max_seqlen_k"), longest):
-        if isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt)) or tokens < 0:
-            raise ValueError(f"{name}={tokens!r} must be an integer, at least 0")
+    return _longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1])
+
+
+def _longest(name: str, given: object) -> int:
+    tokens = _index(given)
+    if tokens is not None and torch.compiler.is_compiling():
+        torch._check(tokens >= 0)  # of a length that was read in the graph nothing else is known
+    elif tokens is None or tokens < 0:
+        instead = f"; pass {name}.item(), which waits for the device" if isinstance(given, Tensor) else ""
+        raise ValueError(f"{name}={given!r} must be an integer, at least 0{instead}")
+    return tokens
 
 
 def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
     if not isinstance(offsets, Tensor):
-        raise TypeError(f"{name}: expected an int32 tensor, got {type(offsets).__name__}")
+        raise TypeError(
+            f"{name}: expected an int32 tensor, got {type(offsets).__name__}; pass torch.tensor({name}, "
+            "dtype=torch.int32, device=query.device)"
+        )
     strided(name, offsets)
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 2:
+        instead = "" if offsets.dtype == torch.int32 else f"; pass {name}.int()"
         raise ValueError(
             f"{name}: expected int32 of shape (sequences + 1,), one sequence at least, got {offsets.dtype} of shape "
-            f"{tuple(offsets.shape)}"
+            f"{tuple(offsets.shape)}{instead}"
         )
     if not offsets.is_contiguous():
         raise ValueError(f"{name}: expected offsets side by side, got stride {offsets.stride(0)}; pass .contiguous()")
     if offsets.device != device:
-        raise ValueError(f"{name}: device {offsets.device} differs from query's {device}")
+        raise ValueError(
+            f"{name}: device {offsets.device} differs from query's {device}; pass {name}.to(query.device)"
+        )
 
 
 def packing_values(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -> None:

@@ -14,6 +14,7 @@ from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.call import Prologue
 from sagebwd.dispatch import check_known
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.plan import savable
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED, ROPES, norm_rope
 
 _LAYOUTS = "(batch, heads, tokens, head_dim), or packed (total_tokens, heads, head_dim)"
@@ -147,6 +148,8 @@ def _composed(
         dtype = dtypes[0] if dtypes[0] == dtypes[1] else None
         *found, _, _ = norm_rope_ops.qk_norm_rope(*rows, q_weight, k_weight, *tables, eps, interleaved, dtype)
     else:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            rows, (q_weight, k_weight), tables = (list(map(savable, x)) for x in (rows, (q_weight, k_weight), tables))
         found = [
             norm_rope(x, weight, eps, *table, rope, dtype)
             for x, weight, table, dtype in zip(rows, (q_weight, k_weight), (tables[:2], tables[2:]), dtypes)

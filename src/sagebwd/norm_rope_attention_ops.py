@@ -14,7 +14,7 @@ from sagebwd import checks, dispatch
 from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Call, Prologue, empty_gradients, empty_like_rows
 from sagebwd.ops import LIBRARY, differentiable, operator, outputs_like, parsed
-from sagebwd.plan import Plan, device_of, once_differentiable
+from sagebwd.plan import Plan, device_of, once_differentiable, savable
 
 
 @operator
@@ -141,7 +141,7 @@ class _NormRopeAttention(torch.autograd.Function):
         o, lse, workspace = below(*arguments)
         ctx.mark_non_differentiable(lse, workspace)
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
-        ctx.save_for_backward(*inputs, v, o, lse, workspace, *tensors)
+        ctx.save_for_backward(*map(savable, (*inputs, v)), o, lse, workspace, *map(savable, tensors))
         return o, lse, workspace
 
     @staticmethod
@@ -152,7 +152,7 @@ class _NormRopeAttention(torch.autograd.Function):
         for weight, gradient in zip(saved[6:8], (dq_weight, dk_weight)):
             gradients.append(None if weight is None else gradient.to(weight.dtype))
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = once_differentiable(saved[3], gradients)
+            gradients = once_differentiable((saved[3], do), gradients)
         return None, *gradients, *(None,) * 17
 
 

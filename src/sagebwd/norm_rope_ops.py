@@ -16,7 +16,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.call import empty_like_rows
 from sagebwd.ops import LIBRARY, differentiable, operator
-from sagebwd.plan import device_of, once_differentiable
+from sagebwd.plan import device_of, once_differentiable, savable
 
 
 @cache
@@ -109,7 +109,8 @@ class _NormRope(torch.autograd.Function):
         ctx.mark_non_differentiable(q_inverse_rms, k_inverse_rms)
         ctx.settings = interleaved, q.dtype, k.dtype
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
-        ctx.save_for_backward(*inputs, q_inverse_rms, k_inverse_rms, *weights, q_cos, q_sin, k_cos, k_sin)
+        kept = *weights, q_cos, q_sin, k_cos, k_sin
+        ctx.save_for_backward(*map(savable, inputs), q_inverse_rms, k_inverse_rms, *map(savable, kept))
         return *outputs, q_inverse_rms, k_inverse_rms
 
     @staticmethod
@@ -121,8 +122,7 @@ class _NormRope(torch.autograd.Function):
             gradients.append(None if weight is None else gradient.to(weight.dtype))
         needed = [x if need else None for x, need in zip(gradients, ctx.needs_input_grad[1:5])]
         if torch.is_grad_enabled():  # create_graph=True
-            cause = next((x for x in (dq_out, dk_out, *saved) if x is not None and x.requires_grad), None)
-            needed = needed if cause is None else once_differentiable(cause, needed)
+            needed = once_differentiable((dq_out, dk_out, *saved), needed)
         return None, *needed, *(None,) * 7
 
 

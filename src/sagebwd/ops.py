@@ -27,7 +27,7 @@ from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inpu
 from sagebwd.dispatch import Choice
 from sagebwd.masks.mask import BLOCK, Mask, blocks_of
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.plan import Plan, device_of, once_differentiable, pieces_of
+from sagebwd.plan import Plan, device_of, once_differentiable, pieces_of, savable
 from sagebwd.recipe import AUTO, Recipe
 
 LIBRARY = torch.library.Library("sagebwd", "DEF")
@@ -255,7 +255,8 @@ class _Attention(torch.autograd.Function):
         recipe, impl, _ = settings[-3:]
         choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, masks[1])
         keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward.impl)
-        ctx.save_for_backward(q if keep_q else None, k if keep_k else None, v, o, lse, workspace, sinks, *masks)
+        inputs = q if keep_q else None, k if keep_k else None, v
+        ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, (sinks, *masks)))
         return o, lse, workspace
 
     @staticmethod
@@ -268,8 +269,8 @@ class _Attention(torch.autograd.Function):
             gradients = attention_backward(do, dlse, q, k, v, o, lse, workspace, sinks, *masks, *ctx.settings)
             *gradients, dsinks = gradients
         gradients.append(dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None)
-        if torch.is_grad_enabled():  # create_graph=True; o needs gradients whichever of the inputs does
-            gradients = once_differentiable(o, gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = once_differentiable((o, do, dlse), gradients)
         return None, *gradients, *(None,) * 15
 
 

@@ -8,7 +8,7 @@ torch.compile and the operators of `sagebwd.ops` run the same plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -211,7 +211,11 @@ class SdpaCall:
 
     def __init__(self, contender: str, run: Callable[..., Tensor]) -> None:
         """contender: of `sagebwd.auto.contenders`, who runs it."""
-        self.answer, self.run = handed_over(contender), run
+        self.answer, self._run = handed_over(contender), run
+
+    def run(self, *given: Tensor | None) -> Tensor:
+        """The output."""
+        return self._run(*(map(savable, given) if _is_grad_enabled() else given))
 
 
 class Plan:
@@ -392,7 +396,8 @@ class Plan:
         ) -> tuple[Tensor | None, ...]:  # fmt: skip
             if elements is not None:
                 call = dispatch.prepared(BACKWARD, self.choice, restored(elements, left, call))
-            return runtime.driver.backward(*family, call, self._saved(o, lse, workspace), *rest)
+            saved = self._saved(o, lse, runtime.driver.contiguous(workspace))
+            return runtime.driver.backward(*family, call, saved, *rest)
 
         return runtime.program.Program.of(described, (elements, left, call, workspace, *tensors))
 
@@ -431,6 +436,8 @@ class Plan:
         lse: Tensor, workspace: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The gradients by the reference, or of no tokens."""
+        if workspace.data_ptr() % TAKEN or not workspace.is_contiguous():  # as a hook of saved tensors gives it back
+            workspace = workspace.clone(memory_format=torch.contiguous_format)
         saved = self._saved(o, lse, workspace)
         if self.is_empty:
             gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
@@ -465,6 +472,11 @@ def device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device)
 
 
+def savable(x: Tensor | None) -> Tensor | None:
+    """x, or a copy where it was made in inference mode: autograd saves no such tensor."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
 class SageAttention(torch.autograd.Function):
     """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
 
@@ -480,8 +492,9 @@ class SageAttention(torch.autograd.Function):
         # a mask that the user has read stays as it is; of others autograd watches what backward reads for writes
         ctx.mask, watched = (mask, [None]) if mask is None or mask.is_kept else mask.without_watched()
         ctx.set_materialize_grads(False)
-        kept = q if keep_q else None, k if keep_k else None, v, o, lse, workspace
-        ctx.save_for_backward(*kept, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue[2:], *watched)
+        inputs = q if keep_q else None, k if keep_k else None, v
+        rest = key_mask, cu_seqlens_q, cu_seqlens_k, *prologue[2:], *watched
+        ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, rest))
         if not with_lse:
             return o
         ctx.mark_non_differentiable(workspace)
@@ -504,7 +517,7 @@ class SageAttention(torch.autograd.Function):
         weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
         gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[6] else None, *weights]
         if create_graph:
-            gradients = once_differentiable(o, gradients)
+            gradients = once_differentiable((o, do, dlse), gradients)
         rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
         return None, None, None, *gradients[:4], None, None, None, *rest
 
@@ -513,7 +526,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     """Gradients as they are; who differentiates them again is told."""
 
     @staticmethod
-    def forward(ctx, o, *gradients):
+    def forward(ctx, gradients, *causes):
         return tuple(gradient.clone() for gradient in gradients)
 
     @staticmethod
@@ -524,7 +537,14 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def once_differentiable(o: Tensor, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that raise NotImplementedError where they are differentiated again; o, which needs gradients."""
-    found = iter(_OnceDifferentiable.apply(o, *(x for x in gradients if x is not None)))
+def once_differentiable(
+    causes: Iterable[Tensor | None], gradients: Iterable[Tensor | None]
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients that raise NotImplementedError where they are differentiated again.
+
+    causes: all that they depend on, or what depends on that itself: autograd asks no node which leads only elsewhere.
+    The output stands for every input of a call, but not for what came to its backward: dO depends on what is behind.
+    """
+    gradients = list(gradients)
+    found = iter(_OnceDifferentiable.apply([x for x in gradients if x is not None], *causes))
     return [None if x is None else next(found) for x in gradients]

@@ -393,10 +393,12 @@ def test_second_derivatives_raise(measured, install, on_cpu):
     install(FA4)
     measured += [times(SLOWER, direction=TRAINING, **{FA4: BEST})]
     q, k, v = draw()
+    weight = torch.ones((), requires_grad=True)  # of what is behind
     out = sage_attention(q, k, v, is_causal=True, enable_gqa=True)
-    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        gradient.sum().backward()
+    (gradient,) = torch.autograd.grad((out * weight).sum(), q, create_graph=True)
+    for x in (q, v, weight):
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(gradient.sum(), x, retain_graph=True)
 
 
 def test_no_peer_runs_where_gradients_are_to_repeat_or_without_a_plan(measured, install, on_cpu):

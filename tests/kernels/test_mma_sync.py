@@ -385,6 +385,19 @@ def test_a_block_of_gradients_that_is_zero_leaves_others_their_bits(recipe, emul
         assert relative_l2(found[name], expected[name]) < 0.01
 
 
+@on_cpu
+@pytest.mark.parametrize("recipe", ["token", INT8_DP])
+def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe, emulated):
+    """Those from 50 on, of the block of 64 that the others are in."""
+    case = AttentionCase(recipe=recipe, tokens_q=64, tokens_k=40, heads=1, head_dim=128, window=(10, 0))
+    q, k, v, do, _ = case.inputs()
+    louder = do.clone()
+    louder[:, :, 50:] *= 1000
+    found, expected = (case.run("mma_sync", (q, k, v, x, None)) for x in (louder, do))
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(found[name], expected[name]), name
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("on", [pytest.param("cuda", marks=gpu)])
 def test_the_kernels_are_the_recipe(name, on):

@@ -140,9 +140,12 @@ def test_what_backward_keeps():
 
 def test_second_derivatives_are_refused():
     given = arguments()
-    (dq,) = torch.autograd.grad(norm_rope_ops.qk_norm_rope(*given)[0].square().sum(), given[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        torch.autograd.grad(dq.sum(), given[0])
+    weight = torch.ones((), requires_grad=True)  # of what is behind
+    rotated = norm_rope_ops.qk_norm_rope(*given)[0]
+    (dq,) = torch.autograd.grad((rotated * weight).sum(), given[0], create_graph=True)
+    for x in (given[0], given[2], weight):
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(dq.square().sum(), x, retain_graph=True)
 
 
 def attend(q, k, v, q_weight, k_weight, cos, sin, **settings):

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from sagebwd import sage_attention
+from sagebwd import qk_norm_rope, sage_attention, sage_attention_varlen
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens, smooth
 from sagebwd.reference.rotation import rotated
@@ -429,18 +430,51 @@ def test_repeats_bit_for_bit():
         assert tensor is None or torch.equal(tensor, second[name]), name
 
 
-def test_lse_that_a_hook_gives_back_in_other_strides():
-    """Regression: kernels took its rows for neighbours."""
+@pytest.mark.parametrize("recipe", ["token", "paper", "token(dp=int8)"])
+def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe):
+    """Those from 50 on, of the block that the others are in."""
+    case = AttentionCase(recipe=recipe, tokens_q=64, tokens_k=40, heads=1, window=(10, 0), device=DEVICE)
+    q, k, v, do, _ = case.inputs()
+    louder = do.clone()
+    louder[:, :, 50:] *= 1000
+    found, expected = (case.run("triton", (q, k, v, x, None)) for x in (louder, do))
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(found[name], expected[name]), name
+
+
+def apart(x):
+    """The same numbers, each with another beside it."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def at_an_odd_address(x):
+    room = x.new_empty(x.numel() + 1)
+    return room[1:].copy_(x.flatten()).view(x.shape)
+
+
+def block_mask_and_sinks(q, k, v):
+    mask = create_block_mask(lambda b, h, i, j: i // 15 == j // 15, None, None, 40, 40, device=DEVICE)
+    return sage_attention(q, k, v, block_mask=mask, sinks=torch.zeros(2, device=DEVICE), recipe="token", impl="triton")
+
+
+def packed_and_rotated(q, k, v):
+    offsets = torch.tensor([0, 15, 40], dtype=torch.int32, device=DEVICE)
+    cos, weight = torch.ones(40, 16, device=DEVICE), torch.ones(16, device=DEVICE)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    q, k = qk_norm_rope(q, k, q_weight=weight, k_weight=weight, eps=1e-6, cos=cos, sin=cos, impl="triton")
+    return sage_attention_varlen(q, k, v, offsets, offsets, 25, 25, recipe="token", impl="triton")
+
+
+@pytest.mark.parametrize("unpack", [apart, at_an_odd_address])
+@pytest.mark.parametrize("attend", [block_mask_and_sinks, packed_and_rotated])
+def test_what_a_hook_gives_back_elsewhere(attend, unpack):
+    """Regression: kernels took rows for neighbours: of lse, O, 1 / rms, offsets and a BlockMask's tiles."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    for wide in (False, True):
+    for given_back in (lambda x: x, unpack):
         q, k, v, do = (torch.randn(1, 2, 40, 16, generator=generator.manual_seed(n)) for n in range(4))
         leaves = [x.to(DEVICE, torch.bfloat16).requires_grad_() for x in (q, k, v)]
-
-        def unpack(x, wide=wide):
-            return torch.cat([x, x], -1)[..., : x.shape[-1]] if wide and x.dtype == torch.float32 else x
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            o = sage_attention(*leaves, recipe="token", impl="triton")
-        found.append(torch.autograd.grad(o, leaves, do.to(o)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), given_back):
+            o = attend(*leaves)
+        found.append(torch.autograd.grad(o, leaves, do.to(o).reshape(o.shape)))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

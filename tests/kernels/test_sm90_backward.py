@@ -10,7 +10,7 @@ from sagebwd import sage_attention
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.switches import switches
-from tests.attention_case import TENSORS, AttentionCase
+from tests.attention_case import TENSORS, AttentionCase, outcome
 from tests.gpus import needs_hopper
 from tests.kernels.test_portable import CALLS, UNALIGNED
 
@@ -87,6 +87,19 @@ class TestOnHopper:
             for recipe in ("mixed(rotate=False)", "mixed")
         )
         assert turned < 0.75 * plain
+
+    @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)
+    @pytest.mark.parametrize("size", [3e3, 2e4])
+    def test_large_values_in_fp16(self, size, head_dim, value_dim):
+        """Regression: the scaled dO had no digits left, and dQ and dK were .2 off."""
+        q, k, v, do = (x.half() for x in drawn((1, 2, 200), (head_dim, head_dim, value_dim, value_dim)))
+        inputs = q, k, (v.float() * size).clamp(-6e4, 6e4).half()
+        found, expected = (
+            outcome(sage_attention, inputs, 1e-3 * do, is_causal=True, recipe="mixed", impl=impl)
+            for impl in ("hopper", "reference")
+        )
+        for x, wanted in zip(found, expected):
+            assert relative_l2(x, wanted) < 0.03
 
     @pytest.mark.parametrize("tokens", [1, 63, 65, 1000])
     @pytest.mark.parametrize("scale", [-0.1, 0.0])

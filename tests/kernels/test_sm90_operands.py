@@ -403,6 +403,13 @@ def test_gradients_where_values_are_next_to_nothing(size, most):
     check_gradients((q, k, v, do), True, most)
 
 
+@pytest.mark.parametrize(("size", "most"), [(3e3, 1e-3), (2e4, 0.01)])
+def test_gradients_where_values_are_huge(size, most):
+    """Regression: 2^-b dO was too small for FP16, and dQ and dK were .2 off."""
+    q, k, v, do = draw("normal", heads=2, kv_heads=2, tokens=200, head_dim=128, dtype=torch.float16)
+    check_gradients((q, k, (v * size).clamp(-6e4, 6e4), do * 1e-3), True, most)
+
+
 def check_gradients(inputs: tuple[Tensor, ...], rotate: bool, most: float) -> None:
     """Assert that they are the emulator's but for a relative error; inputs: q, k, v, do of 2 heads."""
     q, k, v, do = inputs

@@ -151,14 +151,16 @@ def _once_differentiable(out: Tensor | tuple[Tensor, ...], *inputs: Tensor) -> T
     out = out[0] if isinstance(out, tuple) else out
     if out.grad_fn is None:
         return out
-    leaf = next(x for x in inputs if x.requires_grad)  # which the peer keeps too: no circle through out
 
-    def hook(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
+    def hook(
+        gradients: tuple[Tensor | None, ...], of_outputs: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         if not torch.is_grad_enabled():
             return None
         from sagebwd.plan import once_differentiable
 
-        return tuple(once_differentiable(leaf, list(gradients)))
+        # of inputs, which the peer keeps too: by way of out there would be a circle
+        return tuple(once_differentiable((*inputs, *of_outputs), gradients))
 
     out.grad_fn.register_hook(hook)
     return out

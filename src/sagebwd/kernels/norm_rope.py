@@ -287,7 +287,7 @@ def backward(
         gradients.append(dx)
         shares.append(share)
         given += [
-            strided(dy), strided(dx), strided(x), r, contiguous(weight), share, strided(cos), strided(sin),
+            strided(dy), strided(dx), strided(x), contiguous(r), contiguous(weight), share, strided(cos), strided(sin),
             *dy.shape[1:3],
         ]  # fmt: skip
     _launch(backward_kernel, dq_out, dk_out, q_cos, interleaved, tile, *given)

@@ -137,7 +137,7 @@ def gradient_by_block(
         found = torch.empty(shape, dtype=torch.float32, device=o.device)
     else:  # blocks past a short sequence are no program's
         found = zeros(shape, torch.float32, o.device)
-    rows = (Strided.of(x, packing) for x in (aligned_rows(do), o, dq))
+    rows = (Strided.of(x, packing) for x in (aligned_rows(do), aligned_rows(o), dq))
     do, of_o, added = rows
     _launch(
         gradient_kernel, packing, k_mean, (dq.shape[-1], o.shape[-1]),

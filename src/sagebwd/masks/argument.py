@@ -157,11 +157,19 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
     if not (2 <= mask.dim() <= 4 and _broadcast(mask.shape[::-1], shape[::-1])):
         raise ValueError(
             f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {tuple(shape)}; accepted: {_SHAPES}, or its "
-            "last two or three dimensions"
+            f"last two or three dimensions{_with_dimensions(mask, shape)}"
         )
     if mask.device != device:
         raise ValueError(f"attn_mask: device {mask.device} differs from key's {device}")
     return _once_where_expanded(mask[(None,) * (4 - mask.dim())])
+
+
+def _with_dimensions(mask: Tensor, shape: tuple[int, ...]) -> str:
+    """What to write for a mask that lacks dimensions within: of (batch, keys), or of (batch, queries, keys)."""
+    batch, _, queries, keys = shape
+    if tuple(mask.shape) == (batch, keys):
+        return "; of key padding pass attn_mask[:, None, None, :]"
+    return "; pass attn_mask[:, None]" if tuple(mask.shape) == (batch, queries, keys) else ""
 
 
 def _check_elements(mask: object, expected: str) -> None:
@@ -170,8 +178,8 @@ def _check_elements(mask: object, expected: str) -> None:
     checks.strided("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
-            f"attn_mask: dtype {mask.dtype} is not supported; accepted: bool, True where a query sees a key, or a "
-            "floating-point dtype, which is added to the scores"
+            f"attn_mask: dtype {mask.dtype} is not supported; accepted: bool, True where a query sees a key, as "
+            "attn_mask.bool() of ones and zeros, or a floating-point dtype, which is added to the scores"
         )
 
 

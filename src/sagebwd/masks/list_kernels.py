@@ -23,6 +23,10 @@ HEAD_BIT, LENGTHS = tl.constexpr(sm90_block_lists.HEAD_BIT), tl.constexpr(sm90_b
 ENTRY, FIELDS = tl.constexpr(work_splits.ENTRY), tl.constexpr(work_splits.FIELDS)
 # Blocks of a list that are looked at together; lists whose lengths are.
 CHUNK, LISTS = 128, 1024
+# What differs from call to call: no length has kernels of its own.
+OF_BLOCKS = ["stride_batch", "stride_head", "stride_row", "stride_column", "stride_keys", "tokens_q", "tokens_k"]
+OF_TILES = ["tile_batch", "tile_head", "tile_row", "tile_column", "length"]
+OF_LISTS = ["stride_batch", "stride_head", "stride_row", "all_heads", "columns"]
 
 
 def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Tensor:
@@ -184,7 +188,7 @@ def _place_of(order, number, in_part, whole, part_before, whole_before):
     return position, part_before + tl.sum(is_part, 0), whole_before + tl.sum(is_whole, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*OF_BLOCKS, *OF_TILES])
 def _lists_kernel(
     blocks, stride_batch, stride_head, stride_row, stride_column, key_mask, stride_keys, stride_key, tokens_q,
     tokens_k, lower, upper, last_keys, tiles, tile_batch, tile_head, tile_row, tile_column, lists, heads, length,
@@ -247,7 +251,7 @@ def _row_and_column(own, others, BY_KEY: tl.constexpr):
     return row, column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BLOCKS)
 def _query_lists_kernel(
     blocks, stride_batch, stride_head, stride_row, stride_column, key_mask, stride_keys, stride_key, tokens_q,
     tokens_k, lower, upper, lists, heads, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CHUNK: tl.constexpr,
@@ -281,7 +285,7 @@ def _query_lists_kernel(
         tl.store(at + 2 + position, columns, mask=columns < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BLOCKS)
 def _codes_kernel(
     blocks, stride_batch, stride_head, stride_row, stride_column, key_mask, stride_keys, stride_key, tokens_q,
     tokens_k, lower, upper, codes, heads, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CHUNK: tl.constexpr,
@@ -307,7 +311,7 @@ def _codes_kernel(
         behind += tl.sum(seen, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*OF_TILES, "rows", "columns"])
 def _key_lists_kernel(
     codes, tiles, tile_batch, tile_head, tile_row, tile_column, lists, heads, group, rows, columns, length,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, CHUNK: tl.constexpr,
@@ -361,7 +365,7 @@ def _counts_of(lists, stride_batch, stride_head, stride_row, number, count, head
     return at, in_part, in_part + tl.load(lists + at + 1, mask=number < count, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LISTS)
 def _places_kernel(
     lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs,
     INTERLEAVE_HEADS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
@@ -406,7 +410,7 @@ def _places_kernel(
         tl.store(programs + row * FIELDS + field, nothing, mask=row < count + MOST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LISTS)
 def _shares_kernel(
     lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, CHUNK: tl.constexpr
 ):

@@ -22,6 +22,9 @@ TILE, BLOCK = tl.constexpr(masks.TILE), tl.constexpr(masks.BLOCK)
 SIDE = tl.constexpr(masks.TILE // masks.BLOCK)
 SKIP, MASKED, WHOLE = tl.constexpr(masks.SKIP), tl.constexpr(masks.MASKED), tl.constexpr(masks.WHOLE)
 DTYPES = torch.bool, torch.float16, torch.bfloat16, torch.float32
+# Multiples of which Triton tells its compiler, and arguments of which it is told nothing.
+_UNIT = 16
+_OF_LENGTHS = ["stride_batch", "stride_head", "stride_q", "tiles_q", "tiles_k", "tokens_q", "tokens_k"]
 
 
 class Pass(NamedTuple):
@@ -83,34 +86,42 @@ def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key:
         ),
         torch.empty(given, heads, *grid, dtype=torch.int32, device=device) if words or words_by_key else None,
     )
-    is_bias = elements.dtype != torch.bool
+    is_bias, last = elements.dtype != torch.bool, elements.stride(3)
+    strides = [0 if size == 1 else stride for size, stride in zip(elements.shape[:3], elements.stride())]
+    # rows that are read 16 elements at a time, or one: no other length has kernels of its own
+    unit = 1 if any(x % _UNIT for x in (*strides, tokens[1])) else _UNIT
     # as torch compares: with the number in the elements' precision
     hidden = torch.tensor(masks.hidden(elements.dtype), dtype=elements.dtype).item() if is_bias else 0.0
     program().launch(
         _pass_kernel,
         (count,),
         elements if is_bias else elements.view(torch.uint8),
-        *elements.stride(),
+        *(x // unit for x in strides),
+        last,
         heads,
         *grid,
-        *tokens,
+        tokens[0],
+        tokens[1] // unit,
         batch // given,
         found.blocks,
         found.keys.view(torch.uint8) if blocks else None,
         *found[2:],
         HIDDEN=hidden,
         IS_BIAS=is_bias,
+        UNIT=unit,
         num_warps=8,
     )
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_LENGTHS)
 def _pass_kernel(
     elements, stride_batch, stride_head, stride_q, stride_k, heads, tiles_q, tiles_k, tokens_q, tokens_k, copies,
-    blocks, keys, words, words_by_key, tiles, HIDDEN: tl.constexpr, IS_BIAS: tl.constexpr,
+    blocks, keys, words, words_by_key, tiles, HIDDEN: tl.constexpr, IS_BIAS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """copies: batch elements of ``keys`` for each of the mask's."""
+    """copies: batch elements of ``keys`` for each of the mask's. UNIT: of tokens_k, and of strides but the last."""
+    tokens_k, stride_q = tokens_k * UNIT, stride_q * UNIT
+    stride_batch, stride_head = stride_batch * UNIT, stride_head * UNIT
     number = tl.program_id(0)
     head, batch = number // (tiles_q * tiles_k) % heads, number // (tiles_q * tiles_k) // heads
     along, word = tl.arange(0, TILE), tl.arange(0, 4)

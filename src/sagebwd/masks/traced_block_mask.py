@@ -47,7 +47,7 @@ class TracedBlockMask(NamedTuple):
 
     @classmethod
     def of(cls, block_mask: BlockMask, device: torch.device) -> TracedBlockMask | None:
-        """None on a CPU, where a mask_mod has no trace, and of tensors elsewhere or that autograd does not keep."""
+        """None on a CPU, where a mask_mod has no trace, and of tensors elsewhere."""
         lists = (
             block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
         )  # fmt: skip
@@ -57,7 +57,7 @@ class TracedBlockMask(NamedTuple):
         if trace is None:
             return None
         for x in (*lists, *trace.tables):
-            if x is not None and (x.device != device or x.is_inference() or x.layout is not torch.strided):
+            if x is not None and (x.device != device or x.layout is not torch.strided):
                 return None
         from sagebwd.masks.block_mask_pass import Lists
 

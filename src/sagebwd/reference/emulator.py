@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -199,7 +199,8 @@ class Emulator:
                 row_max[..., rows, :] = self._scores(rows, keys).amax(-1, keepdim=True)
         x = self.operands
         codes = self.turned(x.q_codes), x.q_scale, x.k_codes, x.k_scale
-        return Float8Operands.of(row_max, lse, do, dlse, self._v_channels(), *codes, do_scale)
+        half = self.dtype == torch.float16
+        return Float8Operands.of(row_max, lse, do, dlse, self._v_channels(), *codes, do_scale, half)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, Dv) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
@@ -258,6 +259,7 @@ class Emulator:
         name, the query and key range and the value of P, dP and dS of each chunk.
         """
         recipe, x = self.recipe, self.operands
+        do = do * (lse != -math.inf).unsqueeze(-1)  # of a query that sees no key it sets no scale; NaN stays
         if dlse is not None:
             dlse = dlse.to(self.compute).unflatten(1, (self.heads_k, -1)).unsqueeze(-1)
         dp_operands = self._dp_operands(do, o, lse, dlse)
@@ -271,6 +273,9 @@ class Emulator:
         if FP8 in (recipe.dv, recipe.dq, recipe.dk) and self.tokens_k:
             do_scale = dp_operands.do_scale
             fp8 = self._float8(do, lse, dlse, do_scale if do_scale.dim() else None)
+            if not do_scale.dim():  # the 16-bit operand is 2^-b dO
+                scaled = self.sixteen_bit(do * fp8.inverse_bound) / fp8.inverse_bound
+                dp_operands = replace(dp_operands, do_codes=scaled)
         do_codes, do_scale = quantize_tokens(do, "block", recipe.block_q)
         dq, dk, dv = torch.zeros_like(x.q_rows), torch.zeros_like(x.k_smooth), torch.zeros_like(self.v)
         for rows, keys in self._chunks():

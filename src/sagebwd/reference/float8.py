@@ -15,6 +15,11 @@ most 448: K' over the tokens of a sequence, dO' and Q' over `queries_a_scale` qu
 sums of such products. What exceeds 448 all the same is 448. All three are times `RESTORED`, which gives back what
 rounding takes from both operands on average.
 
+dP is the product of 2^-b dO, in the dtype of the input, and V. FP16 has little room for that. r is at least 2^-15 / R
+there, so that 2^-b dO is at most 2^15 however small V is. Where V is large, and no |2^-b dO| of a query is as much as
+2^-14, FP16's least normal number, e and b of that query are both less by as many octaves as are missing, at most
+`MOST_LOWERED`: dS' is what it was, and P' pays for dO's digits.
+
 r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key has most of the weight, its own dP is
 nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
 below e4m3's range. r is at least 2^-10.
@@ -40,8 +45,10 @@ from sagebwd.reference.quantize import pad_tokens
 
 E4M3_MAX = 448.0
 LEAST_REST = 2.0**-10
-# Octaves that P' of a query gives up at most, if dP is INT8.
+# Octaves that P' of a query gives up at most, if dP is INT8 or the input FP16.
 MOST_LOWERED = 4
+# Of 2^-b dO in FP16: its largest magnitude, and the exponent of the least that has all digits.
+LARGEST_HALF, LEAST_HALF = 2.0**15, -14
 LEAST_B = -125
 # Rounding to e4m3 makes numbers smaller on average: above a power of two steps are twice as wide as below it, so more
 # is rounded down to it than up. <x, e4m3(x)> is .9993 <x, x> for normal, log-normal, Laplacian and Student's x alike.
@@ -134,17 +141,21 @@ class Float8Operands:
         k_codes: Tensor,
         k_scale: Tensor,
         do_scale: Tensor | None = None,
+        half: bool = False,
     ) -> Float8Operands:
         """Operands of one call.
 
         Args: row_max (-inf where a query sees no key), lse and dlse (B, H, G, N, 1); do (B, H, G, N, D); v_scale
         (B, H, 1, 1, D), psi's scale of each of V's channels; codes and scales of Q (B, H, G, N, .), K (B, H, 1, M, .);
-        do_scale (B, H, G, N, 1), dO's scale a token if dP is INT8, 0 where it has no codes.
+        do_scale (B, H, G, N, 1), dO's scale a token if dP is INT8, 0 where it has no codes; half: whether the input is
+        FP16.
         """
         seen = row_max != -math.inf
         e = torch.floor(math.log2(E4M3_MAX) + torch.where(seen, lse - row_max, 0) / math.log(2))
         rest = torch.expm1(torch.where(seen, lse - row_max, 1)).clamp(LEAST_REST, 1)
-        bound = value_norm(v_scale) * _norm(do) * rest
+        norm, half = value_norm(v_scale), half and do_scale is None
+        rest = torch.maximum(rest, 1 / (LARGEST_HALF * norm)) if half else rest
+        bound = norm * _norm(do) * rest
         if dlse is not None:
             bound = bound + dlse.abs()
         size = queries_a_scale(max(q_codes.shape[-1], do.shape[-1]))
@@ -157,6 +168,10 @@ class Float8Operands:
             of_block = _b_of_block(b, counts, size)
             e = e - torch.where(counts, (b - of_block).clamp(min=0), 0)
             b = of_block
+        if half:
+            largest = torch.frexp(do.abs().amax(-1, keepdim=True)).exponent - 1
+            lowered = torch.minimum((LEAST_HALF - largest + b).clamp(0, MOST_LOWERED), b - LEAST_B)
+            e, b = e - lowered, b - lowered
         exponent = torch.nan_to_num(e).to(b.dtype)
         weight = torch.where(seen, _power(-exponent, bound), 0) + e * 0
         spread = weight * (_power(b, bound) * do_unit) + bound * 0

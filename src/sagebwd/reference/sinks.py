@@ -73,7 +73,7 @@ def mean_scores(q: Tensor, k_mean: Tensor, offsets: Tensor | None, dtype: torch.
 
 def _means(q: Tensor, k_mean: Tensor, offsets: Tensor | None) -> Tensor:
     """K's mean of each query's sequence and head, broadcast as q."""
-    k_mean = k_mean.repeat_interleave(q.shape[1] // k_mean.shape[1], 1)
+    k_mean = k_mean.repeat_interleave(q.shape[1] // max(k_mean.shape[1], 1), 1)
     if offsets is None:
         return k_mean.unsqueeze(2)
     tokens = torch.arange(q.shape[0], device=q.device, dtype=offsets.dtype)

@@ -110,6 +110,7 @@ def grad_out_kernel(
             head_dim, BLOCK,
         )  # fmt: skip
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
+    seen = tl.where(row_lse == float("-inf"), 0.0, 1.0)
     # + 0 * delta: backward looks for NaN in P, so it must be there even if O or dlse alone has it
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E) + row_delta * 0
     row_scale = row_delta * 0
@@ -121,6 +122,7 @@ def grad_out_kernel(
     packed = tl.join(tl.join(row_lse, row_scale), tl.join(row_delta, do_scale))
     tl.store(rows + tl.arange(0, BLOCK * 4), packed.reshape(BLOCK * 4))
 
+    tile *= seen[:, None]  # dO of a query that sees no key is 0 in dV; NaN stays
     amax = abs_max(abs_max(tile, 1), 0)
     scale = psi_scale(amax)
     code = to_int8(divide(tile, scale, 1.0 / scale))

@@ -11,6 +11,8 @@ from torch import Tensor
 from sagebwd.call import Packing
 
 ONE, EIGHT = tl.constexpr(1), tl.constexpr(8)
+# Of elements too, counted as eights are: kernels are the same whatever they are multiples of.
+ANY = tl.constexpr(0)
 
 
 class Strided(NamedTuple):
@@ -42,11 +44,18 @@ def counted(*strides: int) -> tuple:
     return *(x // 4 + 3 for x in strides), EIGHT
 
 
+def counted_as_any(*strides: int) -> list[int]:
+    """Strides of the unit ANY."""
+    return [2 * x + 3 for x in strides]
+
+
 @triton.jit
 def elements(counted, unit):
     """How many one of `counted` strides is."""
     if unit == 1:
         return counted
+    elif unit == 0:
+        return (counted - 3) >> 1
     else:
         return ((counted - 3) >> 1) * unit
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sagebwd.kernels.common.strided import ANY, elements
 from sagebwd.kernels.common.tile import block_range, sequence, visible
 from sagebwd.masks import mask as masks
 
@@ -127,31 +128,32 @@ def visible_pairs(first_q, queries, first_k, keys, left, bounds, apart, key_mask
 @triton.jit
 def list_of(mask, batch, head, first):
     """Start of the block list of the program whose rows begin with ``first``."""
-    at = batch.to(tl.int64) * mask.list_batch + head.to(tl.int64) * mask.list_head
-    return mask.lists + (at + (first // mask.LIST_ROWS).to(tl.int64) * mask.list_row)
+    at = batch.to(tl.int64) * elements(mask.list_batch, ANY) + head.to(tl.int64) * elements(mask.list_head, ANY)
+    return mask.lists + (at + (first // mask.LIST_ROWS).to(tl.int64) * elements(mask.list_row, ANY))
 
 
 @triton.jit
-def load_elements(mask, elements, listed, first_q, first_k, queries, keys, left_q, left_k):
+def load_elements(mask, its_elements, listed, first_q, first_k, queries, keys, left_q, left_k):
     """Load a mask's elements of some queries and keys, which broadcast to the tile; outside 0, or never used.
 
-    elements: of the batch element and head, or where mask.TILE is not 0 all of `masks.mask.Mask`'s tiles; which
+    its_elements: of the batch element and head, or where mask.TILE is not 0 all of `masks.mask.Mask`'s tiles; which
     is theirs stands beside the block in its list. mask.EVEN: nothing lies outside, and so many elements are loaded at
     a time.
     """
     TILE: tl.constexpr = mask.TILE
     if TILE:
-        tile = tl.load(listed + (mask.list_row - 2) // 2)
+        tile = tl.load(listed + (elements(mask.list_row, ANY) - 2) // 2)
         corner = tile.to(tl.int64) * (TILE * TILE) + (first_q % TILE) * TILE + first_k % TILE
         # without the hint loads are of single elements, and the tile's layout follows them
-        return tl.load(elements + tl.multiple_of(corner, 16) + queries * TILE + keys)
+        return tl.load(its_elements + tl.multiple_of(corner, 16) + queries * TILE + keys)
     else:
-        at = elements + first_q.to(tl.int64) * mask.query + first_k.to(tl.int64) * mask.key
+        pitch = elements(mask.query, mask.unit)
+        at = its_elements + first_q.to(tl.int64) * pitch + first_k.to(tl.int64) * mask.key
         if mask.EVEN:
-            return tl.load(at + queries * mask.query + keys * mask.key)
+            return tl.load(at + queries * pitch + keys * mask.key)
         else:
             inside = (queries < left_q) & (keys < left_k)
-            return tl.load(at + queries * mask.query + keys * mask.key, mask=inside, other=0)
+            return tl.load(at + queries * pitch + keys * mask.key, mask=inside, other=0)
 
 
 @triton.jit

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd.cache import TAKEN
 from sagebwd.call import Call
-from sagebwd.kernels.common.strided import ONE
+from sagebwd.kernels.common.strided import ANY, ONE, counted_as_any
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
 from sagebwd.kernels.runtime import device
 from sagebwd.masks.band import Band
@@ -32,12 +34,21 @@ def _listed(call: Call, kernel: str, first_keys: int = 0) -> Listed:
     tile, by_key = list_tile(kernel, call.head_dim, call.recipe, device.capability(call.device))
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     found = listed(call.mask, call.key_mask, tokens, band, tile, by_key, first_keys)
+    if not found.is_tiled:
+        return found
+    elements = found.elements
+    if elements.data_ptr() % TAKEN or not elements.is_contiguous():  # as a hook of saved tensors gives them back
+        elements = elements.clone(memory_format=torch.contiguous_format)
     # kernels go by the tile's number: how many there are is no part of a call's specification
-    return found._replace(elements=found.elements[:1]) if found.is_tiled else found
+    return found._replace(elements=elements[:1])
 
 
 class Masked(NamedTuple):
-    """A mask as a kernel's one argument: elements, lists, and what the kernel is compiled for."""
+    """A mask as a kernel's one argument: elements, lists, and what the kernel is compiled for.
+
+    Strides follow the lengths, of which kernels of their own would follow: those of lists, and of elements but in an
+    EVEN mask, are `counted_as_any`.
+    """
 
     at: Tensor  # elements
     lists: Tensor
@@ -52,19 +63,21 @@ class Masked(NamedTuple):
     TILE: tl.constexpr  # queries and keys of a stored tile, 0 without
     EVEN: tl.constexpr
     LIST_ROWS: tl.constexpr
-    unit: tl.constexpr = ONE  # of strides (`operands.strided`)
+    unit: tl.constexpr  # of strides of elements but the last (`elements`)
 
     @classmethod
     def of(cls, listed: Listed | None) -> Masked | None:
         """None without a mask."""
         if listed is None:
             return None
-        of_elements = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        *of_elements, of_key = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        unit = ONE if listed.is_even else ANY
+        of_elements = of_elements if listed.is_even else counted_as_any(*of_elements)
+        of_lists = counted_as_any(*strides(listed.lists)[:2], listed.lists.stride(2))
         compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, listed.is_even, listed.rows
         return cls(
-            listed.elements, listed.lists, *of_elements, *strides(listed.lists)[:2], listed.lists.stride(2),
-            *map(tl.constexpr, compiled_for),
-        )  # fmt: skip
+            listed.elements, listed.lists, *of_elements, of_key, *of_lists, *map(tl.constexpr, compiled_for), unit
+        )
 
 
 def masks_of(call: Call, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, Tensor | None, Masked | None]:

@@ -65,7 +65,7 @@ def backward(
     if saved.weight is None:
         return *gradients, None
     mean = saved.k_mean if call.recipe.smooth_k else None
-    rest = call.scale, call.queries.cu_seqlens, call.queries.tokens
+    rest = call.scale, wide.queries.cu_seqlens, call.queries.tokens
     return *gradients, kernels.gradient_by_block(do, dlse, saved.o, saved.weight, gradients[0], mean, *rest)
 
 
@@ -75,7 +75,11 @@ def _at_widths(family: ModuleType, form: tuple[int, int], call: Call) -> Call:
     if getattr(family, "FILLS", False):
         own = (-(-width // CHANNELS) * CHANNELS for width in (call.head_dim, call.value_dim))
         lacking = tuple(width - there for width, there in zip(form, own))
-    return call._replace(head_dim=form[0], value_dim=form[1], key_mask=contiguous(call.key_mask), lacking=lacking)
+    queries, keys = (x._replace(cu_seqlens=contiguous(x.cu_seqlens)) for x in (call.queries, call.keys))
+    return call._replace(
+        head_dim=form[0], value_dim=form[1], queries=queries, keys=keys, key_mask=contiguous(call.key_mask),
+        lacking=lacking,
+    )  # fmt: skip
 
 
 def _filled(x: Tensor | None, width: int) -> Tensor | None:

@@ -70,9 +70,11 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
   }
   float row_lse = inside ? lse[row] : -INF, row_scale = inside ? q_scale[row] : 0.0f, delta = 0;
   const float row_dlse = inside && dlse ? dlse[row] : 0.0f;
+  const float seen = row_lse == -INF ? 0.0f : 1.0f;  // dO of a query that sees no key is 0 in dV; NaN stays
 
   float amax = 0;
   UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) amax = max_nan(amax, fabsf(of_do[j].at(c)));
+  amax *= seen;
   UNROLL for (int far = 1; far < 32; far *= 2) amax = max_nan(amax, from_lane_xor(amax, far));
   if (lane == 0) store_shared(base + LARGEST_AT + warp * 4, as_word(amax));
   store_transposed(base + Q_AT, of_q, warp, lane);
@@ -133,7 +135,7 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
   u32 of_block[WORDS];
   UNROLL for (int i = 0; i < WORDS; i++) {
     float y[4];
-    UNROLL for (int c = 0; c < 4; c++) y[c] = coded(of_do[i / 2].at(i % 2 * 4 + c), block_scale, block_inverse);
+    UNROLL for (int c = 0; c < 4; c++) y[c] = coded(of_do[i / 2].at(i % 2 * 4 + c) * seen, block_scale, block_inverse);
     of_block[i] = word_of(y);
   }
   store_transposed(base + DO_AT, of_block, warp, lane);

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sagebwd.call import Call
+from sagebwd.kernels.common.strided import counted_as_any
 
 
 class BlockSparse(NamedTuple):
@@ -24,7 +25,7 @@ class BlockSparse(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Attention bias (B, H, N, M) and its strides, of which the last is 1."""
+    """Attention bias (B, H, N, M) and its strides, of which the last is 1, the others `counted_as_any`."""
 
     elements: Tensor
     batch: int
@@ -45,7 +46,8 @@ def block_sparse_and_bias(call: Call) -> tuple[BlockSparse | None, Bias | None]:
     if call.lists is None:
         return None, None
     lists, words, _, bias, _ = call.lists
-    return BlockSparse(lists, words, *_strides(lists)), None if bias is None else Bias(bias, *_strides(bias))
+    of_bias = None if bias is None else Bias(bias, *counted_as_any(*_strides(bias)))
+    return BlockSparse(lists, words, *_strides(lists)), of_bias
 
 
 def _strides(x: Tensor) -> list[int]:

@@ -6,11 +6,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, opaque, visible
+from sagebwd.kernels.common import strided
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, elements, opaque, visible
 from sagebwd.masks import mask as masks
 from sagebwd.masks import sm90_block_lists
 from sagebwd.masks import work_splits as splits_of_lists
 
+ANY = gl.constexpr(strided.ANY.value)
 TILE = gl.constexpr(masks.TILE)
 HEAD_BIT = gl.constexpr(sm90_block_lists.HEAD_BIT)
 # Numbers of a list that belong to one block.
@@ -101,9 +103,9 @@ def visible_pairs(
 def bias_of(bias, sparse, entry, keys, seen, first_q, work_tile, group, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
     """Attention bias of a score tile, FP32, 0 where a pair is not visible."""
     head = work_tile.head * group + head_and_block(gl.load(sparse.lists + entry))[0]
-    at = work_tile.batch.to(gl.int64) * bias.batch + head.to(gl.int64) * bias.head
-    stride = opaque(bias.query)  # what follows from it would be kept in registers
+    at = work_tile.batch.to(gl.int64) * elements(bias.batch, ANY) + head.to(gl.int64) * elements(bias.head, ANY)
+    stride = opaque(elements(bias.query, ANY))  # what follows from it would be kept in registers
     at += first_q.to(gl.int64) * stride
     rows_q = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, LAYOUT)) * stride
-    elements = bias.elements + at + gl.expand_dims(keys, 1) + gl.expand_dims(rows_q, 0)
-    return gl.load(elements, mask=seen, other=0).to(gl.float32)
+    its_elements = bias.elements + at + gl.expand_dims(keys, 1) + gl.expand_dims(rows_q, 0)
+    return gl.load(its_elements, mask=seen, other=0).to(gl.float32)

@@ -6,9 +6,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from sagebwd.kernels.common import tile
+from sagebwd.kernels.common import strided, tile
 from sagebwd.kernels.sm90.operands import bwd_preprocess
 
+elements = gluon.jit(strided.elements.fn)
 sequence = gluon.jit(tile.sequence.fn)
 padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)

@@ -34,6 +34,8 @@ from sagebwd.reference import float8
 CLEARED = tl.constexpr(1024)
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
 LEAST_REST = tl.constexpr(float8.LEAST_REST)
+LEAST_B, MOST_LOWERED = tl.constexpr(float8.LEAST_B), tl.constexpr(float8.MOST_LOWERED)
+LARGEST_HALF, LEAST_HALF = tl.constexpr(float8.LARGEST_HALF), tl.constexpr(float8.LEAST_HALF)
 RESTORED = tl.constexpr(float8.RESTORED)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
@@ -140,7 +142,7 @@ def row_values(
         above = tl.where(seen, row_lse - row_m, 0.0)
         rest = tl.minimum(tl.maximum(tl.where(seen, tl.exp2(above) - 1, 1.0), LEAST_REST), 1.0)
         if do.at.dtype.element_ty == tl.float16:  # 2^-b dO is at most 2^15, however small V is
-            rest = tl.maximum(rest, (2.0**-15) / norm)
+            rest = tl.maximum(rest, 1.0 / (norm * LARGEST_HALF))
         do_bits = largest_bits(tile, 1)
         bound = norm * norm_below(tile, do_bits, 1) * rest
         if dlse is not None:
@@ -150,8 +152,13 @@ def row_values(
             row_lse += delta * 0
         # never negative, so that cutting off is rounding down
         e = (above + LOG2_E4M3_MAX).to(tl.int32).to(tl.float32)
+        b = tl.maximum(((bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, LEAST_B).to(tl.float32)
+        if do.at.dtype.element_ty == tl.float16:  # and where V is large, one of them has all its digits
+            lacking = b - ((do_bits >> 23) - 127).to(tl.float32) + LEAST_HALF
+            lowered = tl.minimum(tl.minimum(tl.maximum(lacking, 0.0), MOST_LOWERED), b - LEAST_B)
+            e -= lowered
+            b -= lowered
         weight = tl.where(seen, power_of_2(-e) + row_lse * 0, 0.0)
-        b = tl.maximum(((bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) - 127, -125).to(tl.float32)
         inverse = power_of_2(-b)
         spread_row = weight * power_of_2(b) + bound * 0
         scale = tl.load(q_scale + row, mask=inside, other=0)

@@ -37,8 +37,10 @@ from sagebwd.kernels.common.tile import (
 )
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.operands.bwd_preprocess import (
+    LEAST_B,
     LEAST_REST,
     LOG2_E4M3_MAX,
+    MOST_LOWERED,
     SCALES,
     SIZES,
     Cleared,
@@ -54,10 +56,7 @@ from sagebwd.kernels.sm90.operands.bwd_preprocess import (
     value_norm,
 )
 from sagebwd.kernels.sm90.widths import BackwardTile
-from sagebwd.reference import float8
 
-MOST_LOWERED = tl.constexpr(float8.MOST_LOWERED)
-LEAST_B = tl.constexpr(float8.LEAST_B)
 # Planes of a block's row values: lse, Q's scale, -delta, and 2^-b in the first place of the last.
 PLANES = tl.constexpr(4)
 # Of the pass over queries: with fewer warps the rotated dO and O, and dO itself, would spill.

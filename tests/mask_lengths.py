@@ -1,0 +1,71 @@
+"""Which kernels calls under masks of several lengths would compile for sm_90. Needs no GPU, and compiles nothing.
+
+`python -m tests.mask_lengths` prints a JSON line for each kind of kernel: the call's, the kernel's name and the length
+that asked for it first. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 are others.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from triton.runtime.jit import JITFunction
+
+from sagebwd import dispatch, sage_attention
+from sagebwd.kernels.runtime import device
+from sagebwd.kernels.sm90.forward import launch as forward
+from sagebwd.masks import mask
+from sagebwd.recipe import Recipe
+from tools.cross_compile import Unstarted, binder
+
+# One of each kind: of no multiple, of 16, of a tile. Then others.
+FIRST = 301, 336, 512
+LENGTHS = *FIRST, 50, 77, 192, 384, 880, 901, 1000
+MASKS = {
+    "bias": lambda n: {"attn_mask": torch.empty(1, 2, n, n, dtype=torch.bfloat16)},
+    "BlockMask": lambda n: {"block_mask": create_block_mask(_document, None, None, n, n, device="cpu")},
+}
+CALLS = ("token", "triton", "bias"), ("token", "triton", "BlockMask"), ("mixed", "hopper", "bias")
+known = set()
+now: tuple[Any, ...] = ()
+
+
+def _document(b, h, i, j):
+    return i // 100 == j // 100
+
+
+def _note(name: str, kind: object) -> None:
+    *call, length = now
+    if (*call, name, kind) not in known:
+        known.add((*call, name, kind))
+        print(json.dumps({"call": call, "kernel": name, "length": length}), flush=True)
+
+
+def record(fn: JITFunction, *args, grid, warmup=False, **kwargs) -> Unstarted:
+    """In place of a launch."""
+    _, specialization, options = binder(fn, 90)(*args, **kwargs)
+    _note(fn.__name__, (str(specialization), str(options)))
+    return Unstarted()
+
+
+def launch_all_but_cute(started, kernel, *args, **kwargs) -> None:
+    """A launch, but of what `forward_kernel` gave."""
+    if kernel is not None:
+        started(kernel, *args, **kwargs)
+
+
+if __name__ == "__main__":
+    JITFunction.run = record
+    device.capability, device.num_sms = (lambda _: 90), (lambda _: 132)
+    mask.by_kernels = lambda _: True
+    forward.forward_kernel = lambda variant: _note("CuTe's forward", variant)
+    started = forward.launch
+    forward.launch = lambda kernel, *args, **kwargs: launch_all_but_cute(started, kernel, *args, **kwargs)
+    for recipe, impl, name in CALLS:
+        choice = dispatch.named(Recipe.named(recipe), f"{impl}/{impl}")
+        dispatch.choose = lambda *_, choice=choice: choice
+        for length in LENGTHS:
+            now = recipe, name, length
+            q, k, v = (torch.empty(1, 2, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            out = sage_attention(q, k, v, recipe=recipe, impl=impl, **MASKS[name](length))
+            torch.autograd.grad(out, (q, k, v), out)
