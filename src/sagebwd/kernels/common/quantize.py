@@ -17,7 +17,7 @@ from sagebwd.kernels.common.rotation import load_turned
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of, tile_of
 from sagebwd.kernels.common.tile import (
     abs_max,
-    block_and_head,
+    block_in_sequence,
     divide,
     load_rows,
     load_transposed,
@@ -67,7 +67,7 @@ def quantize_kernel(
     first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
     first_key (batch,): which token that is, where not the first of all.
     """
-    number, program = block_and_head(grid)
+    number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:
