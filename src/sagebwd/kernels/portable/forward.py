@@ -154,7 +154,13 @@ def forward_kernel(
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     # the last queries see the most keys: start them first
     block_q, batch_head = in_sequence(
-        grid_q - 1 - tl.program_id(0) % grid_q, tl.program_id(0) // grid_q, heads, cu_seqlens_q, tokens_q, BLOCK_Q, VARLEN
+        grid_q - 1 - tl.program_id(0) % grid_q,
+        tl.program_id(0) // grid_q,
+        heads,
+        cu_seqlens_q,
+        tokens_q,
+        BLOCK_Q,
+        VARLEN,
     )
     work_tile = work_tile_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
     start_q, length_q, start_k, length_k = work_tile.start_q, work_tile.length_q, work_tile.start_k, work_tile.length_k

@@ -69,7 +69,7 @@ class Variant:
 class Arguments(NamedTuple):
     """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
 
-    ``cu_seqlens``: INT32, where calls are packed; ``longest``: queries of the longest sequence; ``lower``, ``upper``:
+    ``cu_seqlens``: INT32, where calls are packed; ``blocks_q``: tiles of a head (`Packing.blocks`); ``lower``, ``upper``:
     bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
     """
 
@@ -94,7 +94,7 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Any
     tiles_taken: Any  # INT32, one 0, which counts up and ends at 0
     programs: Any  # how many there are at most; each takes tiles as it comes free
-    longest: Any
+    blocks_q: Any
     lower: Any
     upper: Any
     scale: Any
