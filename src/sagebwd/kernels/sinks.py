@@ -156,6 +156,6 @@ def _launch(kernel: Any, packing: Packing, k_mean: Tensor | None, dims: tuple[in
     group = 1 if k_mean is None else packing.heads // k_mean.shape[1]
     launch(
         kernel, (packing.programs(BLOCK),), *given, packing.heads, group, packing.extent, packing.total,
-        packing.blocks(BLOCK), head_dim=head_dim, value_dim=value_dim, VARLEN=packing.cu_seqlens is not None, BLOCK=BLOCK,
-        BLOCK_D=padded_head_dim(head_dim), BLOCK_V=padded_head_dim(value_dim),
+        packing.blocks(BLOCK), head_dim=head_dim, value_dim=value_dim, VARLEN=packing.cu_seqlens is not None,
+        BLOCK=BLOCK, BLOCK_D=padded_head_dim(head_dim), BLOCK_V=padded_head_dim(value_dim),
     )  # fmt: skip

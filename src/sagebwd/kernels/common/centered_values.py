@@ -133,8 +133,8 @@ def value_codes_kernel(
 ):  # fmt: skip
     """Codes of (V - c) R with a scale a token, and V's largest magnitudes by channel; c R, and R's signs.
 
-    v, codes: `Strided`. Programs share the blocks of a head, ``parts`` of `shares_of`. center (heads, PITCH): c R. maxima
-    (heads, values) int32, raised to the bits of what no |V| exceeds. signs, value_signs: where not None, what
+    v, codes: `Strided`. Programs share the blocks of a head, ``parts`` of `shares_of`. center (heads, PITCH): c R.
+    maxima (heads, values) int32, raised to the bits of what no |V| exceeds. signs, value_signs: where not None, what
     `store_signs` writes of the rotations of Q and V, of TURNED_Q and TURNED channels. maxima: or None.
     """
     number, batch_head = shared_blocks(parts, heads, cu_seqlens, tokens, BLOCK, VARLEN)
@@ -289,8 +289,8 @@ def launch_centered_values(
         value_codes_kernel,
         (shared,),
         Strided.of(v, keys), sums, counts, Strided.of(v_int8, keys), v_scale, center, v_maxima, signs, value_signs,
-        call.key_mask, keys.cu_seqlens, queries.cu_seqlens, keys.heads, keys.extent, keys.total, parts, call.group, chunks, programs,
-        TURNED_Q=call.turned, BLOCK=rows, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
+        call.key_mask, keys.cu_seqlens, queries.cu_seqlens, keys.heads, keys.extent, keys.total, parts,
+        call.group, chunks, programs, TURNED_Q=call.turned, BLOCK=rows, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
         num_warps=4 * max(1, pitch // 128), **shape,
     )  # fmt: skip
     return CenteredValues(v_int8, v_scale, center, value_signs)

@@ -1,4 +1,4 @@
-"""How tokens are shared out among the programs of a pass that adds up chunks, or whose programs take several blocks."""
+"""How tokens are shared out among the programs of a pass that adds up chunks, or where each takes several blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chunks_of(packing: Packing, least: int = CHUNK, most: int = MOST_CHUNKS) -> 
 
 @triton.jit
 def its_chunk(chunk, length, MOST: tl.constexpr, VARLEN: tl.constexpr):
-    """Tokens of a chunk of a sequence, of `chunks_of`: no other sequence, nor a bound on lengths, is in its numbers."""
+    """Tokens of a chunk of a sequence, of `chunks_of`: its numbers depend on no other and on no bound."""
     if VARLEN:
         wanted = tl.cdiv(length, MOST)
         grown = length * 0 + chunk
@@ -43,7 +43,7 @@ def its_chunk(chunk, length, MOST: tl.constexpr, VARLEN: tl.constexpr):
 
 @triton.jit
 def chunk_range(part, chunk, length, MOST: tl.constexpr, VARLEN: tl.constexpr):
-    """A sequence's chunk number ``part``: its first token, and the first beyond, which is no later if there is none."""
+    """A sequence's chunk number ``part``: its first token and the first beyond, no later if there is none."""
     chunk = its_chunk(chunk, length, MOST, VARLEN)
     if VARLEN:  # of the least chunks there are more than chunks
         part = tl.minimum(part, tl.cdiv(length, chunk))
@@ -88,7 +88,7 @@ def shared_blocks(parts, heads, cu_seqlens, tokens, BLOCK: tl.constexpr, VARLEN:
 
 @triton.jit
 def blocks_apart(parts, length, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """How far apart a program's blocks are: as many programs share a sequence's, the first of which there always is."""
+    """How far apart a program's blocks are: as many programs share a sequence's, one at least."""
     if VARLEN:
         return tl.maximum(tl.cdiv(length, BLOCK * parts), 1)
     else:

@@ -149,9 +149,9 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One chunk of K or of V, `Strided`; partial: (2, 3, chunks, heads over the batch, D), planes: the last three. V_SCALE: V's extremes are wanted.
+    """One chunk of K or of V, `Strided`; partial: (2, 3, chunks, heads over the batch, D), planes: the last three.
 
-    K_SAMPLED: K's mean is of a sample.
+    V_SCALE: V's extremes are wanted. K_SAMPLED: K's mean is of a sample.
     """
     planes = planes.to(tl.int64)
     if tl.program_id(1) == 0:

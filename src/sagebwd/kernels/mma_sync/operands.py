@@ -46,8 +46,8 @@ def quantize(
         kernel, (programs,), q, *queries.strides(q), k, *keys.strides(k), v, *keys.strides(v), k_mean, v_mean,
         call.key_mask, first_keys, made.q8, *queries.strides(made.q8), made.q_scale, made.k8, *keys.strides(made.k8),
         made.k_scale, made.values, first_values, queries.cu_seqlens, keys.cu_seqlens,
-        queries.heads_in_all, keys.heads_in_all, queries.heads, keys.heads, queries.extent, keys.extent, queries.total, keys.total,
-        keys.blocks(KEYS), *grids,
+        queries.heads_in_all, keys.heads_in_all, queries.heads, keys.heads, queries.extent, keys.extent,
+        queries.total, keys.total, keys.blocks(KEYS), *grids,
     )  # fmt: skip
     return made
 

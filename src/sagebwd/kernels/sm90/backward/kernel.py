@@ -388,8 +388,12 @@ def backward_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, places, sizes, factors, 0, KIND, WIDTH)),
-            (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, places, sizes, factors, 1, KIND, WIDTH)),
+            (accumulate, (
+                memory, own, barriers, tensors, written, tiles_per_cta, places, sizes, factors, 0, KIND, WIDTH,
+            )),
+            (accumulate, (
+                memory, own, barriers, tensors, written, tiles_per_cta, places, sizes, factors, 1, KIND, WIDTH,
+            )),
             (load, (
                 descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
                 IN_ORDER, VARLEN, KIND, WIDTH,

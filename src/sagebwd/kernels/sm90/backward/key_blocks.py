@@ -29,7 +29,7 @@ class SeqQ(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A program's packed sequence, and its number among so many programs of this sequence and one head; zeros if dense.
+    """A program's packed sequence, its number among this sequence's of one head, and their number; zeros if dense.
 
     What kernels find once, before their loops: it takes a search.
     """

@@ -144,8 +144,8 @@ def load(
 
 @gluon.jit
 def accumulate(
-    memory, own_smem, barriers, tensors, descriptors, places, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
-    WIDTH: gl.constexpr,
+    memory, own_smem, barriers, tensors, descriptors, places, sizes, factors, CONSUMER: gl.constexpr,
+    KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dK of 64 keys, and half of the channels of dQ of every query block."""
     k_t_smem, ds_smem, dq_smem = own_smem

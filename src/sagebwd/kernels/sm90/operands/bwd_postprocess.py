@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
+from sagebwd.kernels.common.chunks import blocks_apart, shared_blocks, shares_of
 from sagebwd.kernels.common.rotation import floats, load_pieces, signs_and_factors, turned
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.common.chunks import blocks_apart, shared_blocks, shares_of
 from sagebwd.kernels.common.tile import padded_block, sequence, to_16bit, whose
 from sagebwd.kernels.common.transposed import pass_warps
 from sagebwd.kernels.runtime.program import launch

@@ -91,7 +91,8 @@ def launch_finish_gradients(
     launch(
         kernel_of(source(head_dim, call.turned, dq.dtype, prologue, tiles), capability(call.device)),
         (q_programs + k_programs,),
-        summed, spread, largest, queries.cu_seqlens, keys.cu_seqlens, queries.batch, q_blocks, queries.total, queries.blocks(tile.queries), tile.queries,
+        summed, spread, largest, queries.cu_seqlens, keys.cu_seqlens, queries.batch, q_blocks, queries.total,
+        queries.blocks(tile.queries), tile.queries,
         call.scale / dq_sum_scale(call) * RESTORED, q, *(none if q is None else queries.strides(q)), dq,
         *queries.strides(dq), saved.q_inverse_rms, prologue.q_weight, out.dq_weight,
         *tables_of(prologue.q_cos, prologue.q_sin), queries.heads, queries.tokens, q_programs, dk_out,

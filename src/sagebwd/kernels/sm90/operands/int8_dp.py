@@ -221,8 +221,8 @@ def launch_int8_operands(
         value_signs, Strided.of(saved.q_int8, queries), saved.q_scale, Strided.of(saved.k_int8, keys), saved.k_scale,
         queries.cu_seqlens, keys.cu_seqlens, values.planes, values.scales, values.spread,
         Strided.of(do_int8, queries), values.do_t, values.q_t, largest, clear.zeros, clear.share, queries.heads,
-        keys.heads, queries.heads_in_all, queries.extent, keys.extent, queries.total, keys.total, queries.blocks(block),
-        clear.grid, value_dim=columns, values=call.columns[1], TURNED_V=turned_v, BLOCK_V=pitch,
+        keys.heads, queries.heads_in_all, queries.extent, keys.extent, queries.total, keys.total,
+        queries.blocks(block), clear.grid, value_dim=columns, values=call.columns[1], TURNED_V=turned_v, BLOCK_V=pitch,
         num_warps=ROW_WARPS * max(1, max(pitch, call.block_d) // 128), maxnreg=ROW_REGISTERS, **shape_of(call, block),
     )  # fmt: skip
     return Int8DpOperands(v_int8, v_scale, do_int8, values)

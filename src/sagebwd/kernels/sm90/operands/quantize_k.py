@@ -157,12 +157,13 @@ def sum_piece(
 def key_codes_kernel(
     k, sums, turned_sums, counts, k_int8, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
     tokens, total, blocks, parts, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Quantize blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    Programs share the blocks of a head, ``parts`` of `shares_of`: fewer where each makes R's signs. k, codes: `Strided`; codes have
-    COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so many channels, or 0.
+    Programs share the blocks of a head, ``parts`` of `shares_of`: fewer where each makes R's signs. k, codes:
+    `Strided`; codes have COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so many channels, or 0.
     largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
     not matter.
     """
