@@ -83,11 +83,11 @@ from sagebwd.kernels.sm90.backward.tile import (
 
 @gluon.jit
 def accumulate(
-    memory, own_smem, barriers, tensors, descriptors, tiles_per_cta, places, sizes, factors, CONSUMER: gl.constexpr,
+    memory, own_smem, barriers, tensors, descriptors, tiles_per_cta, sizes, factors, CONSUMER: gl.constexpr,
     KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dK and dV of 64 keys, and half of dQ^T, or of dQ, of every query block."""
-    k_t_smem, ds_smem, dq_smem, ones, out_smem = own_smem
+    k_t_smem, ds_smem, dq_smem, ones, out_smem, places = own_smem
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
     dq_sem, key_mask, sparse, group = tensors.dq_semaphore, tensors.key_mask, tensors.block_sparse, sizes.group
@@ -355,6 +355,7 @@ def backward_kernel(
     q_t, k_t = buffers(q_t_desc, STAGES * PIECES), allocate_k_t(PIECES, PIECE)
     do_t, rows = buffers(do_t_desc, STAGES * VALUE_PIECES), buffers(rows_desc, STAGES)
     scales, delta, ones, out = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES), None, None
+    places = ()
     if tensors.v_scale is None:
         ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     elif not (WIDTH.backward.persistent and not IN_ORDER and tensors.work_splits is None):
@@ -374,13 +375,14 @@ def backward_kernel(
         weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
         weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
         ones.store(weight.to(ones.dtype))
-    places = share_place(place, VARLEN)
+    if VARLEN:
+        places = (share_place(place),)
     fence_async_shared()
 
     memory = Loaded(q, k, v, do, q_t, do_t, rows, delta, scales)
     barriers = Barriers(keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    own = (k_t, ds, dq, ones, out)
+    own = (k_t, ds, dq, ones, out, places)
     written = (dq_desc, dk_desc, dv_desc)
     heads = (work_tile.head * group, work_tile.head * group + group)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
@@ -388,12 +390,8 @@ def backward_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (
-                memory, own, barriers, tensors, written, tiles_per_cta, places, sizes, factors, 0, KIND, WIDTH,
-            )),
-            (accumulate, (
-                memory, own, barriers, tensors, written, tiles_per_cta, places, sizes, factors, 1, KIND, WIDTH,
-            )),
+            (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, sizes, factors, 1, KIND, WIDTH)),
             (load, (
                 descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
                 IN_ORDER, VARLEN, KIND, WIDTH,

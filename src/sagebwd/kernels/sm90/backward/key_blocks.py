@@ -75,25 +75,22 @@ def place_of(tensors, sizes, tiles, IN_ORDER: gl.constexpr, HEADS_INTERLEAVED: g
 
 
 @gluon.jit
-def share_place(place, VARLEN: gl.constexpr):
-    """A `Place` in shared memory, for `place_in`: in registers loops would hold it; None if dense."""
-    if VARLEN:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        memory = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        lane = gl.arange(0, 32, LAYOUT)
-        memory.store(gl.where(lane == 0, place.batch, gl.where(lane == 1, place.number, place.programs)))
-        return memory
-    else:
-        return None
+def share_place(place):
+    """A packed call's `Place` in shared memory, for `place_in`: in registers loops would hold it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    memory = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lane = gl.arange(0, 32, LAYOUT)
+    memory.store(gl.where(lane == 0, place.batch, gl.where(lane == 1, place.number, place.programs)))
+    return memory
 
 
 @gluon.jit
-def place_in(memory, VARLEN: gl.constexpr):
-    """What `share_place` has stored."""
+def place_in(places, VARLEN: gl.constexpr):
+    """The `Place` that `share_place` has stored, in a tuple, which is empty if dense."""
     if VARLEN:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         lane = gl.arange(0, 32, LAYOUT)
-        x = memory.load(LAYOUT)
+        x = places[0].load(LAYOUT)
         return Place(
             gl.sum(gl.where(lane == 0, x, 0), 0), gl.sum(gl.where(lane == 1, x, 0), 0),
             gl.sum(gl.where(lane == 2, x, 0), 0),

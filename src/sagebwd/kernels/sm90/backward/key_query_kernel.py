@@ -144,11 +144,11 @@ def load(
 
 @gluon.jit
 def accumulate(
-    memory, own_smem, barriers, tensors, descriptors, places, sizes, factors, CONSUMER: gl.constexpr,
-    KIND: gl.constexpr, WIDTH: gl.constexpr,
+    memory, own_smem, barriers, tensors, descriptors, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dK of 64 keys, and half of the channels of dQ of every query block."""
-    k_t_smem, ds_smem, dq_smem = own_smem
+    k_t_smem, ds_smem, dq_smem, places = own_smem
     dq_desc, dk_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
     dq_sem, key_mask, blocks_q = tensors.dq_semaphore, tensors.key_mask, sizes.blocks_q
@@ -396,21 +396,23 @@ def key_query_kernel(
     mbarrier.init(keys_full, count=1)
     full, empty = ring_barriers(OPERANDS * Q_STAGES, 1)
     ds_full, ds_empty = ds_barriers()
-    places = share_place(place, VARLEN)
+    places = ()
+    if VARLEN:
+        places = (share_place(place),)
     fence_async_shared()
 
     memory = Loaded(q, k, v, do, q_t, None, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
-    own = (k_t, ds, dq)
+    own = (k_t, ds, dq, places)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
     blocks = (blocks_q, z_q, block_0, tensors.block_sparse, tensors.work_splits, work_tile, tensors.key_mask, tokens_k)
     heads = (work_tile.head * group, work_tile.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), places, sizes, factors, 0, KIND, WIDTH)),
-            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), places, sizes, factors, 1, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc), sizes, factors, 1, KIND, WIDTH)),
             (load, (
                 descriptors, memory, barriers, origins, work_tile.first, blocks, heads, seq_q,
                 tensors.dq_semaphore is not None, KIND, WIDTH,

@@ -94,7 +94,7 @@ def load(
 
 @gluon.jit
 def accumulate(
-    memory, barriers, tensors, dv_desc, places, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    memory, places, barriers, tensors, dv_desc, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dV of 64 keys."""
@@ -221,7 +221,9 @@ def value_kernel(
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
     full, empty = ring_barriers(STAGES, 2)
-    places = share_place(place, VARLEN)
+    places = ()
+    if VARLEN:
+        places = (share_place(place),)
     fence_async_shared()
 
     memory = Loaded(q, k, None, None, None, do_t, rows, None, scales)
@@ -233,8 +235,8 @@ def value_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (memory, barriers, tensors, dv_desc, places, sizes, factors, 0, KIND, WIDTH)),
-            (accumulate, (memory, barriers, tensors, dv_desc, places, sizes, factors, 1, KIND, WIDTH)),
+            (accumulate, (memory, places, barriers, tensors, dv_desc, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, places, barriers, tensors, dv_desc, sizes, factors, 1, KIND, WIDTH)),
             (load, (descriptors, memory, barriers, origins, work_tile.first, blocks, heads, seq_q, KIND, WIDTH)),
         ],
         [4, 1],
