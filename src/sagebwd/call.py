@@ -11,6 +11,7 @@ Dense and packed calls differ in strides and sequence bounds alone: `Packing` hi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,7 +62,15 @@ class Packing(NamedTuple):
         return self.total // block + self.batch
 
     def padded(self, block: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense."""
+        """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense.
+
+        Raises NotImplementedError where one head has 2^31 numbers, which kernels count in 32 bits.
+        """
+        if self.blocks(block) * math.prod(shape) >= 2**31:
+            raise NotImplementedError(
+                f"query, key: {self.total} tokens of {math.prod(shape) // block} channels; kernels take fewer than "
+                "2^31 numbers a head. Split the call: between packed sequences, or along the batch"
+            )
         return torch.empty(self.heads_in_all, self.blocks(block), *shape, dtype=dtype, device=device)
 
     @property

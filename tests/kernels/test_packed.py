@@ -203,8 +203,13 @@ MANY = {
 @pytest.mark.parametrize("skew", MANY)
 @pytest.mark.parametrize(
     ("recipe", "impl"),
-    [pytest.param("mixed", "hopper", marks=needs_hopper), pytest.param("mixed(dp=int8)", "hopper", marks=needs_hopper)]
-    + [("token", "triton"), ("token", "mma_sync"), ("full", "triton")],
+    [
+        pytest.param("mixed", "hopper", marks=needs_hopper),
+        pytest.param("mixed(dp=int8)", "hopper", marks=needs_hopper),
+        ("token", "triton"),
+        ("token", "mma_sync"),
+        ("full", "triton"),
+    ],
 )
 def test_a_document_s_numbers_are_its_own_at_the_size_of_models(recipe, impl, skew):
     with sagebwd.switches(deterministic=True):

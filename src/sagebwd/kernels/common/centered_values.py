@@ -163,7 +163,7 @@ def value_codes_kernel(
     if number == 0:
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.store(center + batch_head * PITCH + columns, mu[piece], mask=columns < PITCH)
+            tl.store(center + batch_head.to(tl.int64) * PITCH + columns, mu[piece], mask=columns < PITCH)
     largest = ()
     for piece in tl.static_range(len(mu)):
         largest += (tl.zeros(mu[piece].shape, tl.int32),)
@@ -175,7 +175,12 @@ def value_codes_kernel(
     if maxima is not None:
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.atomic_max(maxima + batch_head * values + columns, largest[piece], mask=columns < values, sem="relaxed")
+            tl.atomic_max(
+                maxima + batch_head.to(tl.int64) * values + columns,
+                largest[piece],
+                mask=columns < values,
+                sem="relaxed",
+            )
 
 
 @triton.jit

@@ -194,7 +194,7 @@ def finish_kernel(
     kept = columns < head_dim
     if cu_seqlens is None:
         apart = all_heads * head_dim
-        partial += which * 3 * planes + tl.program_id(0) * head_dim
+        partial += which * 3 * planes + tl.program_id(0).to(tl.int64) * head_dim
     else:
         batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
         start, length = sequence(cu_seqlens, batch, 0, True)
@@ -226,7 +226,7 @@ def finish_kernel(
             amax = tl.maximum(tl.maximum(largest - shift, shift - least), 0.0)
             # maxima lose NaN, sums do not
             chosen = psi_scale(amax) + 0 * total
-            tl.store(scale + tl.program_id(0) * head_dim + columns, chosen, mask=kept)
+            tl.store(scale + tl.program_id(0).to(tl.int64) * head_dim + columns, chosen, mask=kept)
 
 
 def launch_statistics(

@@ -152,7 +152,7 @@ def codes_for_dp(
     y = turned_codes(out, dp.signs, dp.TURNED, head_dim, dp.PITCH) if dp.TURNED else floats(out)  # O R
     owner = batch * (heads // dp.group) + head // dp.group
     # + 0 * scale: NaN has codes like any number
-    delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH) + 0 * scale
+    delta = delta_of_codes(x_int8, y, dp.center + owner.to(tl.int64) * dp.PITCH, dp.PITCH) + 0 * scale
     return scale, delta if change is None else delta - change / scale  # delta -= dlse
 
 

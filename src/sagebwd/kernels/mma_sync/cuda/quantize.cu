@@ -275,13 +275,13 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
   if (number * (of_values ? KEYS : TILE) >= keys.length) return;
   if (!of_values) {
     const int last = FIRST == 0 ? -1 : first_numbers ? first_numbers[batch * FIRST + FIRST - 1] : FIRST - 1;
-    quantize_rows<true>(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_mean ? k_mean + owner * D : nullptr, mask,
+    quantize_rows<true>(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_mean ? k_mean + (i64)owner * D : nullptr, mask,
                   k8 + offset_of(k8_batch, k8_head, k8_token, batch, head, keys.start), k8_token, k_scale + z * total_k + keys.start,
                   (float*)(values + (z * blocks_k + padded) * BLOCK + D * KEYS), number * TILE, keys.length, last);
     return;
   }
   const u16* rows = v + offset_of(v_batch, v_head, v_token, batch, head, keys.start);
-  const float* mean = v_mean ? v_mean + owner * D : nullptr;
+  const float* mean = v_mean ? v_mean + (i64)owner * D : nullptr;
   const int first = number * KEYS;
   u8* block = values + (z * blocks_k + padded + number) * BLOCK;
   quantize_values(rows + first * v_token, v_token, mean, mask ? mask + first : nullptr, keys.length - first, (i8*)block,
@@ -290,8 +290,8 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
     for (int i = threadIdx.x; i < FIRST * D; i += THREADS) {
       const int n = i / D, channel = i % D, key = first_numbers ? first_numbers[batch * FIRST + n] : n;
       const float y = key < keys.length ? from_16bit(rows[key * v_token + channel]) - (mean ? mean[channel] : 0.0f) : 0.0f;
-      if (FIRST == 1) ((float*)first_values)[owner * D + channel] = y;
-      else ((u16*)first_values)[(owner * D + channel) * FIRST + (n >> 1 & 3) * 4 + (n >> 3) * 2 + (n & 1)] = (u16)to_16bit(y, 0.0f);
+      if (FIRST == 1) ((float*)first_values)[(i64)owner * D + channel] = y;
+      else ((u16*)first_values)[((i64)owner * D + channel) * FIRST + (n >> 1 & 3) * 4 + (n >> 3) * 2 + (n & 1)] = (u16)to_16bit(y, 0.0f);
     }
   }
 }

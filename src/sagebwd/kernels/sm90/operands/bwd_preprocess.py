@@ -88,7 +88,7 @@ def clear_share(zeros, share):
 @triton.jit
 def value_norm(v_maxima, owner, columns, values: tl.constexpr):
     """`sagebwd.reference.float8.value_norm` of a key head, of the bits of V's largest magnitudes by channel."""
-    channel = tl.load(v_maxima + owner * values + columns, mask=columns < values, other=0)
+    channel = tl.load(v_maxima + owner.to(tl.int64) * values + columns, mask=columns < values, other=0)
     channel = psi_scale(channel.to(tl.float32, bitcast=True))
     # psi gives a channel without range the scale 1, which says nothing of V
     norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)

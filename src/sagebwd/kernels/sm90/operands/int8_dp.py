@@ -140,7 +140,9 @@ def int8_row_values(
         x_int8 = codes_of(x, do_scale)
         store_codes(x_int8, do_codes, batch, head, start + first, local, inside, value_dim)
         y = turned_codes(out, value_signs, TURNED_V, value_dim, BLOCK_V) if TURNED_V else floats(out)  # O R
-        delta = delta_of_codes(x_int8, y, center + owner * BLOCK_V, BLOCK_V)  # rowsum(dO^ * (O - c) R), over s
+        delta = delta_of_codes(
+            x_int8, y, center + owner.to(tl.int64) * BLOCK_V, BLOCK_V
+        )  # rowsum(dO^ * (O - c) R), over s
 
         row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
         row_m = tl.load(row_max + row, mask=inside, other=float("-inf"))

@@ -144,9 +144,11 @@ def sum_piece(
         kept += keep.to(tl.float32)
     at = block * all_heads + of_chunk
     row = tl.sum(total, 0)
-    tl.store(sums + at * head_dim + columns, row, mask=columns < head_dim)
+    tl.store(sums + at.to(tl.int64) * head_dim + columns, row, mask=columns < head_dim)
     if TURNED:
-        tl.store(turned_sums + at * head_dim + columns, turned_row(row, TURNED, piece), mask=columns < head_dim)
+        tl.store(
+            turned_sums + at.to(tl.int64) * head_dim + columns, turned_row(row, TURNED, piece), mask=columns < head_dim
+        )
     if piece == 0:
         tl.store(counts + at, tl.sum(kept, 0))
         if part == 0:
@@ -163,9 +165,9 @@ def key_codes_kernel(
     """Quantize blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
     Programs share the blocks of a head, ``parts`` of `shares_of`: fewer where each makes R's signs. k, codes:
-    `Strided`; codes have COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so many channels, or 0.
-    largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
-    not matter.
+    `Strided`; codes have COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so
+    many channels, or 0. largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics,
+    as the order does not matter.
     """
     number, batch_head = shared_blocks(parts, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
@@ -181,7 +183,7 @@ def key_codes_kernel(
     if number == 0:
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.store(mean + batch_head * head_dim + columns, mu[piece], mask=columns < head_dim)
+            tl.store(mean + batch_head.to(tl.int64) * head_dim + columns, mu[piece], mask=columns < head_dim)
         if batch_head == 0:
             tl.store(taken, 0)
     if TURNED:
@@ -216,7 +218,7 @@ def means(sums, at, count, there, head_dim: tl.constexpr, COLUMNS: tl.constexpr)
 def mean_of(sums, at, count, there, FIRST: tl.constexpr, head_dim: tl.constexpr, WIDTH: tl.constexpr):
     """Of WIDTH channels from FIRST on."""
     columns = FIRST + tl.arange(0, WIDTH)
-    at = at[:, None] * head_dim + columns[None, :]
+    at = at.to(tl.int64)[:, None] * head_dim + columns[None, :]
     there = there[:, None] & (columns < head_dim)[None, :]
     return tl.sum(tl.load(sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
 
@@ -329,7 +331,7 @@ def channel_maxima_kernel(
             tile = tl.where(keep[:, None], tile, 0.0)
         largest = tl.maximum(largest, tl.abs(tile).to(tl.int32, bitcast=True))
     if begin < length:
-        at = maxima + batch_head * head_dim + columns
+        at = maxima + batch_head.to(tl.int64) * head_dim + columns
         tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
 
 
