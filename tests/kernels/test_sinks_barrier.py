@@ -112,7 +112,7 @@ def ptx_of(kernel: str, form: tuple, without_barrier: bool) -> list[str]:
     lse = of(*(rows[::-1] if packed else rows))
     weight, dlse, of_sinks, found = torch.empty_like(lse), torch.empty_like(lse), of(heads), of(batch * heads, 8)
     k_mean = of(batch, heads // 2, dim) if smooth else None
-    grid = packing.grid(sinks.BLOCK)
+    grid = packing.blocks(sinks.BLOCK)
     if kernel == "weigh_kernel":
         given = {
             "o": Strided.of(o, packing), "lse": lse, "weight": weight, "q": Strided.of(q, packing), "k_mean": k_mean,
