@@ -126,15 +126,18 @@ def ptx_of(kernel: str, form: tuple, without_barrier: bool) -> list[str]:
     assert fn.arg_names[: len(given)] == list(given)
     group = packing.heads // k_mean.shape[1] if smooth else 1
     launch = Launch.of(
-        fn, ARCH, *given.values(), packing.heads, group, packing.tokens, packing.total, grid, head_dim=dim,
+        fn, ARCH, *given.values(), packing.heads, group, packing.extent, packing.total, grid, head_dim=dim,
         value_dim=value_dim, VARLEN=packed, BLOCK=sinks.BLOCK, BLOCK_D=padded_head_dim(dim),
         BLOCK_V=padded_head_dim(value_dim),
     )  # fmt: skip
     pointers = [name for name, x in given.items() if isinstance(x, (torch.Tensor, Strided))]
     text = launch.text("ptx")
     ptx = Ptx(text, pointers)
-    wrong = [] if not ptx.branches_back else [f"a loop, lines {ptx.branches_back}"]
     names = [x for x in IN_PLACE[kernel] if x != "dq" or smooth]
+    # a packed program searches for its sequence in a loop, before it reads any of them
+    begun = min(n for n, owners in ptx.loads if owners & set(names))
+    loops = [n for n in ptx.branches_back if n > begun]
+    wrong = [f"a loop, lines {loops}"] if loops else []
     return wrong + [x for x in map(ptx.unordered, names) if x is not None]
 
 
