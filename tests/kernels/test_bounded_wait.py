@@ -20,8 +20,8 @@ from tests.kernels.ptx_loops import loops  # noqa: E402
 from tools import machine_code  # noqa: E402
 
 SOURCES = machine_code.ROOT / "src"
-# Loops of kernels without a count of rounds: the one that waits, those that take tiles until none is left, searches for
-# a packed program's sequence, which of so many look on at a 32nd, and one that doubles a number.
+# Loops of kernels without a count of rounds: the one that waits, those that take tiles until none is left, searches
+# for a packed program's sequence, which of so many look on at a 32nd, and one that doubles a number.
 WHILE = {
     "backward/dq_sums.py wait_for", "forward/producer.py load", "forward/kernel.py attend", "common/tile.py owner_of",
     "backward/key_blocks.py owner_of", "forward/tiles.py owner", "common/chunks.py its_chunk",
