@@ -11,6 +11,7 @@ Dense and packed calls differ in strides and sequence bounds alone: `Packing` hi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class Packing(NamedTuple):
 
     batch: int
     heads: int
-    tokens: int  # of the longest sequence
+    tokens: int  # of the longest sequence; of packed ones a bound, by which nothing is sized
     total: int  # tokens of one head, over all sequences if packed
     cu_seqlens: Tensor | None
 
@@ -51,13 +52,25 @@ class Packing(NamedTuple):
         return 0, head, token
 
     def blocks(self, block: int) -> int:
-        """Blocks of one head in a padded layout, where every sequence begins a block of its own."""
+        """Blocks of one head in a padded layout, where every sequence begins a block of its own.
+
+        As many programs a head have a block each: of packed sequences, whose lengths only the device knows, some are
+        of no token (`sagebwd.kernels.common.tile.block_in_sequence`).
+        """
         if self.cu_seqlens is None:
             return -(-self.total // block)
         return self.total // block + self.batch
 
     def padded(self, block: int, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense."""
+        """Uninitialised (heads, blocks, *shape), heads counted over the batch if dense.
+
+        Raises NotImplementedError where one head has 2^31 numbers, which kernels count in 32 bits.
+        """
+        if self.blocks(block) * math.prod(shape) >= 2**31:
+            raise NotImplementedError(
+                f"query, key: {self.total} tokens of {math.prod(shape) // block} channels; kernels take fewer than "
+                "2^31 numbers a head. Split the call: between packed sequences, or along the batch"
+            )
         return torch.empty(self.heads_in_all, self.blocks(block), *shape, dtype=dtype, device=device)
 
     @property
@@ -70,9 +83,14 @@ class Packing(NamedTuple):
         shape = (self.batch, self.heads) if self.cu_seqlens is None else (self.heads,)
         return torch.empty(*shape, self.total, dtype=torch.float32, device=device)
 
-    def grid(self, block: int) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.tokens // block)
+    def programs(self, block: int) -> int:
+        """Programs of all heads, of a block of tokens each."""
+        return self.blocks(block) * self.heads_in_all
+
+    @property
+    def extent(self) -> int:
+        """What kernels take as ``tokens``: those of each sequence or, packed, how many sequences there are."""
+        return self.tokens if self.cu_seqlens is None else self.batch
 
     def view(self, x: Tensor) -> Tensor:
         """x as (batch or 1, H, tokens, D), whichever packing."""

@@ -45,8 +45,8 @@ def qk_norm_rope_attention(
         key, value: of as many dimensions, as in `sage_attention` or `sage_attention_varlen`.
         q_weight, k_weight, eps, cos, sin, rope, position_ids: as in `qk_norm_rope`.
         attention: every other argument of `sage_attention`, by keyword; of `sage_attention_varlen`, where
-            ``cu_seqlens_q`` is among them, for packed sequences, whose last offset is total_tokens: of rows behind it
-            gradients of the weights would take whatever lies in memory.
+            ``cu_seqlens_q`` is among them, for packed sequences. Rows behind the last offset, as fixed shapes have
+            them, are in no gradient of the weights, whatever they hold.
 
     Returns: as `sage_attention` or `sage_attention_varlen`.
 
@@ -62,7 +62,8 @@ def qk_norm_rope_attention(
     out = norm_rope_plan.attend(query, key, value, prologue, attention)
     if out is not None:
         return out
-    query, key = _composed(query, key, prologue, rope, attention.get("impl"))
+    offsets = [attention.get(name) for name in norm_rope_plan.OFFSETS] if packed else None
+    query, key = _composed(query, key, prologue, rope, attention.get("impl"), offsets)
     return (sage_attention_varlen if packed else sage_attention)(query, key, value, **attention)
 
 
@@ -138,15 +139,21 @@ def _prologue(
 
 
 def _composed(
-    query: Tensor, key: Tensor, prologue: Prologue, rope: str, impl: str | None
+    query: Tensor, key: Tensor, prologue: Prologue, rope: str, impl: str | None,
+    offsets: list[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """query and key normalised and rotated, by the operator or by torch's own."""
+    """query and key normalised and rotated, by the operator or by torch's own.
+
+    offsets: of packed sequences; rows behind the last are in no gradient of the weights. On a CPU there are none.
+    """
     eps, interleaved, q_weight, k_weight, *tables = prologue
     dtypes = [_result_dtype(x) for x in (query, key)]
     rows = [x if x.dim() == 4 else x.transpose(0, 1).unsqueeze(0) for x in (query, key)]
     if _runs_kernels(query, key, impl):
         dtype = dtypes[0] if dtypes[0] == dtypes[1] else None
-        *found, _, _ = norm_rope_ops.qk_norm_rope(*rows, q_weight, k_weight, *tables, eps, interleaved, dtype)
+        given = *rows, q_weight, k_weight, *tables, eps, interleaved, dtype
+        ends = () if offsets is None or (q_weight is None and k_weight is None) else offsets
+        *found, _, _ = norm_rope_ops.qk_norm_rope(*given, *ends)
     else:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             rows, (q_weight, k_weight), tables = (list(map(savable, x)) for x in (rows, (q_weight, k_weight), tables))

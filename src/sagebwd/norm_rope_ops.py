@@ -37,11 +37,14 @@ def qk_norm_rope(
     eps: float | None,
     interleaved: bool,
     dtype: torch.dtype | None,
+    q_offsets: Tensor | None = None,
+    k_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Q and K normalised and rotated, and 1 / rms of their rows, empty where there is no norm.
 
     Shapes: q (B, Hq, N, D), k (B, Hkv, M, D), weights (D,), cos and sin (B or 1, N or M, R), 1 / rms (B, H, N) FP32.
-    eps is None for no norm; dtype, of the results, None for each input's own.
+    eps is None for no norm; dtype, of the results, None for each input's own. q_offsets, k_offsets: cu_seqlens of rows
+    that are packed sequences, (1, H, total, D): backward takes none behind the last.
     """
     given = q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dtype
     with device_of(q):
@@ -52,7 +55,7 @@ def qk_norm_rope(
 
 
 @torch.library.register_fake("sagebwd::qk_norm_rope", lib=LIBRARY)
-def _(q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dtype):
+def _(q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dtype, *offsets):
     shapes = [(0,) if eps is None else x.shape[:-1] for x in (q, k)]
     rows = (empty_like_rows(x, dtype=dtype) for x in (q, k))
     return *rows, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
@@ -72,6 +75,8 @@ def qk_norm_rope_backward(
     q_sin: Tensor | None,
     k_cos: Tensor | None,
     k_sin: Tensor | None,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
     interleaved: bool,
     q_dtype: torch.dtype,
     k_dtype: torch.dtype,
@@ -82,7 +87,7 @@ def qk_norm_rope_backward(
     """
     with_norm = q is not None
     inverse_rms = (q_inverse_rms, k_inverse_rms) if with_norm else (None, None)
-    tensors = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin
+    tensors = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, q_offsets, k_offsets
     given = dq_out, dk_out, q, k, *inverse_rms, *tensors, interleaved, (q_dtype, k_dtype)
     with device_of(dq_out):
         *gradients, q_shares, k_shares = dispatch.runtime().program.run(_kernels().backward, *given)
@@ -104,12 +109,13 @@ class _NormRope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, below, *arguments):
-        q, k, *weights, q_cos, q_sin, k_cos, k_sin, eps, interleaved, _ = arguments
+        q, k, *tensors, eps, interleaved, _ = arguments[:11]
         *outputs, q_inverse_rms, k_inverse_rms = below(*arguments)
         ctx.mark_non_differentiable(q_inverse_rms, k_inverse_rms)
         ctx.settings = interleaved, q.dtype, k.dtype
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
-        kept = *weights, q_cos, q_sin, k_cos, k_sin
+        offsets = arguments[11:] or (None, None)
+        kept = *tensors, *offsets
         ctx.save_for_backward(*map(savable, inputs), q_inverse_rms, k_inverse_rms, *map(savable, kept))
         return *outputs, q_inverse_rms, k_inverse_rms
 
@@ -123,7 +129,7 @@ class _NormRope(torch.autograd.Function):
         needed = [x if need else None for x, need in zip(gradients, ctx.needs_input_grad[1:5])]
         if torch.is_grad_enabled():  # create_graph=True
             needed = once_differentiable((dq_out, dk_out, *saved), needed)
-        return None, *needed, *(None,) * 7
+        return None, *needed, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 differentiable(_NormRope, qk_norm_rope)

@@ -83,6 +83,13 @@ static bool __any_sync(u32, bool x) {
   for (int i = 0; i < 32; i++) found |= all[i][0];
   return found != 0;
 }
+static u32 __ballot_sync(u32, bool x) {
+  const u32 given = x;
+  u32 (*all)[16] = bring(&given, 1), found = 0;
+  for (int i = 0; i < 32; i++) found |= all[i][0] << i;
+  return found;
+}
+static int __popc(u32 x) { return __builtin_popcount(x); }
 static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 both = (u64)b << 32 | a;
   u32 y = 0;

@@ -41,7 +41,7 @@ def compiled(arch: int, head_dim: int, channels: int, rope: str) -> list[dict]:
         norms = [empty(*x.shape[:-1], dtype=torch.float32) for x in (q, k)]
         interleaved, dtypes = rope == INTERLEAVED, (torch.bfloat16, torch.bfloat16)
         norm_rope.forward(q, k, *weights, *tables, 1e-6, interleaved, None)
-        norm_rope.backward(q, k, q, k, *norms, *weights, *tables, interleaved, dtypes)
+        norm_rope.backward(q, k, q, k, *norms, *weights, *tables, None, None, interleaved, dtypes)
 
     program.Program.alone(describe, torch.device("cpu"))
     return rows

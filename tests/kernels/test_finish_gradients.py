@@ -66,7 +66,8 @@ class Backward:
         bwd_postprocess.launch_finish_dq(self.call, self.summed, self.spread, self.largest, dq_out, self.tile)
         _, interleaved, *tensors = self.call.prologue
         rows = map(in_four, (dq_out, self.dk_out, *self.inputs))
-        return kernels.backward(*rows, self.q_rms, self.k_rms, *tensors, interleaved, (self.q.dtype, self.k.dtype))
+        given = *rows, self.q_rms, self.k_rms, *tensors, None, None, interleaved
+        return kernels.backward(*given, (self.q.dtype, self.k.dtype))
 
 
 def assert_gradients(found, wanted):
@@ -144,6 +145,24 @@ def test_a_weight_of_one_side_alone(absent):
     assert getattr(found[0], f"d{absent}") is None
     for name in {"dq", "dk", "dq_weight", "dk_weight"} - {f"d{absent}"}:
         assert torch.equal(*(getattr(x, name) for x in found)), name
+
+
+@pytest.mark.usefixtures("emulated")
+def test_rows_behind_the_last_offset_are_in_no_gradient():
+    """Regression: those of K entered the gradient of its weight, whatever they held."""
+    backward = Backward(Case(64, lengths=(40, 0, 33)))
+    offsets = torch.tensor([0, 40, 40, 40], dtype=torch.int32, device=DEVICE)
+    sides = (x._replace(cu_seqlens=offsets) for x in (backward.call.queries, backward.call.keys))
+    backward.call = backward.call._replace(**dict(zip(("queries", "keys"), sides)))
+    found = []
+    for behind in (0.0, torch.nan):
+        backward.q[40:] = backward.k[40:] = backward.dk_out[40:] = behind
+        backward.q_rms[..., 40:] = backward.k_rms[..., 40:] = behind
+        found.append(backward.found(SMALL))
+    for name in ("dq_weight", "dk_weight"):
+        first, second = (getattr(x, name).sum(0) for x in found)
+        assert first.isfinite().all()
+        assert torch.equal(first, second), name
 
 
 @pytest.mark.usefixtures("emulated")

@@ -217,6 +217,26 @@ def test_compiled_the_kernels_spill_no_register(call):
     assert all(row["spills"] == 0 and row["shared_bytes"] <= 32 << 10 for row in rows), rows
 
 
+def test_rows_behind_the_last_offset_are_in_no_gradient():
+    """Regression: of packed sequences in fixed shapes, whose rows there hold anything, NaN too."""
+    tokens, behind = 21, 9
+    offsets = torch.tensor([0, 4, tokens], dtype=torch.int32, device=DEVICE)
+    tables = [x.to(DEVICE) for x in table(tokens + behind, 16, "half")]
+    found = []
+    for rows in (tokens, tokens + behind):
+        q, k, dq, dk = (drawn(1, n, tokens + behind, 16, seed=n).to(DEVICE) for n in (2, 1, 2, 1))
+        for x in (q, k, dq, dk):
+            x[:, :, tokens:] = torch.nan
+        weights = [(1 + 0.3 * drawn(16, seed=seed)).to(DEVICE).requires_grad_() for seed in (2, 3)]
+        q, k = (x[:, :, :rows].clone().requires_grad_() for x in (q, k))
+        given = q, k, *weights, *(x[None, :rows] for x in tables * 2), EPS, False, None, offsets, offsets
+        outputs = norm_rope_ops.qk_norm_rope(*given)[:2]
+        found.append(torch.autograd.grad(outputs, (q, k, *weights), [x[:, :, :rows] for x in (dq, dk)]))
+    for name, first, second in zip(NAMES[2:], *found):
+        second = second if "weight" in name else second[:, :, :tokens]
+        assert torch.equal(first, second), name
+
+
 def test_heads_and_tokens_fill_programs():
     q = torch.zeros(3, 2 * kernels.TILE.heads + 1, kernels.TILE.block + 1, 4)
     assert kernels.programs(q) == 3 * 3 * 2

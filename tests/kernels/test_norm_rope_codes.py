@@ -236,7 +236,7 @@ def family_backward(call, saved, do, dlse, q, k, v):
             return
         assert norm is None or (norm == 1).all()
         norms = [None if x is None else (in_four(x).float().square().mean(-1) + eps).rsqrt() for x in (q, k)]
-        given = *map(in_four, (do, -2 * do, q, k)), *norms, *tensors, interleaved, (do.dtype, do.dtype)
+        given = *map(in_four, (do, -2 * do, q, k)), *norms, *tensors, None, None, interleaved, (do.dtype, do.dtype)
         dq, dk, *found = kernels.backward(*given)
         for x, gradient in zip(out, (dq, dk, do)):
             in_four(x).copy_(in_four(gradient))

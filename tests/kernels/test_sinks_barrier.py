@@ -112,7 +112,7 @@ def ptx_of(kernel: str, form: tuple, without_barrier: bool) -> list[str]:
     lse = of(*(rows[::-1] if packed else rows))
     weight, dlse, of_sinks, found = torch.empty_like(lse), torch.empty_like(lse), of(heads), of(batch * heads, 8)
     k_mean = of(batch, heads // 2, dim) if smooth else None
-    grid = packing.grid(sinks.BLOCK)
+    grid = packing.blocks(sinks.BLOCK)
     if kernel == "weigh_kernel":
         given = {
             "o": Strided.of(o, packing), "lse": lse, "weight": weight, "q": Strided.of(q, packing), "k_mean": k_mean,
@@ -126,15 +126,18 @@ def ptx_of(kernel: str, form: tuple, without_barrier: bool) -> list[str]:
     assert fn.arg_names[: len(given)] == list(given)
     group = packing.heads // k_mean.shape[1] if smooth else 1
     launch = Launch.of(
-        fn, ARCH, *given.values(), packing.heads, group, packing.tokens, packing.total, grid, head_dim=dim,
+        fn, ARCH, *given.values(), packing.heads, group, packing.extent, packing.total, grid, head_dim=dim,
         value_dim=value_dim, VARLEN=packed, BLOCK=sinks.BLOCK, BLOCK_D=padded_head_dim(dim),
         BLOCK_V=padded_head_dim(value_dim),
     )  # fmt: skip
     pointers = [name for name, x in given.items() if isinstance(x, (torch.Tensor, Strided))]
     text = launch.text("ptx")
     ptx = Ptx(text, pointers)
-    wrong = [] if not ptx.branches_back else [f"a loop, lines {ptx.branches_back}"]
     names = [x for x in IN_PLACE[kernel] if x != "dq" or smooth]
+    # a packed program searches for its sequence in a loop, before it reads any of them
+    begun = min(n for n, owners in ptx.loads if owners & set(names))
+    loops = [n for n in ptx.branches_back if n > begun]
+    wrong = [f"a loop, lines {loops}"] if loops else []
     return wrong + [x for x in map(ptx.unordered, names) if x is not None]
 
 

@@ -250,6 +250,9 @@ def test_finished_dq(operands, lengths, tile):
     given = summed.view(summed.shape[0], HEAD_DIM, -1).mT.contiguous() if tile.dq_in_rows else summed
     bwd_postprocess.launch_finish_dq(call, given, spread, largest.view(torch.int32), dq, tile)
     unit = 0.3 / bwd_postprocess.dq_sum_scale(call) * RESTORED
+    if lengths:  # of each its own, as of a call of it alone
+        own = torch.tensor([8.0 * 2 ** max(length - 1, 0).bit_length() for length in lengths])
+        unit = unit * own[owners][:, None]
     power = 2.0 ** torch.arange(queries.batch * HEADS_K).view(queries.batch, HEADS_K).repeat_interleave(GROUP, 1)
     if lengths:
         rows = summed.cpu().double().view(heads, HEAD_DIM, -1)[:, :, columns].permute(2, 0, 1)

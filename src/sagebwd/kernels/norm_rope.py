@@ -142,7 +142,8 @@ def forward_rows(
 
 @triton.jit
 def backward_rows(
-    dy, dx, x, inverse_rms, weight, dweight, cos, sin, heads, tokens, program, head_dim: tl.constexpr,
+    dy, dx, x, inverse_rms, weight, dweight, cos, sin, offsets, sequences, heads, tokens, program,
+    head_dim: tl.constexpr,
     ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -150,6 +151,8 @@ def backward_rows(
     """A program of `backward_kernel`."""
     batch, first, head = place(program, heads, tokens, BLOCK, HEADS)
     rows, left = tl.arange(0, BLOCK), tokens - first
+    if offsets is not None:  # rows behind the last offset are nobody's and may be anything
+        left = tl.load(offsets + sequences) - first
     one, alone = tl.arange(0, 1), 1
     if ROTARY > 0:
         cos_at, sin_at = row_of(cos, batch, head, first), row_of(sin, batch, head, first)
@@ -231,24 +234,28 @@ def forward_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "q_programs"])
+@triton.jit(do_not_specialize=["q_tokens", "k_tokens", "q_programs", "q_sequences", "k_sequences"])
 def backward_kernel(
-    dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_heads, q_tokens, dk_out, dk, k, k_inverse_rms,
-    k_weight, dk_weight, k_cos, k_sin, k_heads, k_tokens, q_programs, head_dim: tl.constexpr, ROTARY: tl.constexpr,
+    dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_offsets, q_sequences, q_heads, q_tokens,
+    dk_out, dk, k, k_inverse_rms, k_weight, dk_weight, k_cos, k_sin, k_offsets, k_sequences, k_heads, k_tokens,
+    q_programs, head_dim: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the rows, and of the weights a share a program, (programs, D) FP32."""
+    """Gradients of the rows, and of the weights a share a program, (programs, D) FP32.
+
+    offsets, sequences: of packed rows, cu_seqlens and where in it the last stands; None for all rows.
+    """
     program = tl.program_id(0)
     if program < q_programs:
         backward_rows(
-            dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_heads, q_tokens, program, head_dim,
-            ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
+            dq_out, dq, q, q_inverse_rms, q_weight, dq_weight, q_cos, q_sin, q_offsets, q_sequences, q_heads,
+            q_tokens, program, head_dim, ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
     else:
         backward_rows(
-            dk_out, dk, k, k_inverse_rms, k_weight, dk_weight, k_cos, k_sin, k_heads, k_tokens, program - q_programs,
-            head_dim, ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
+            dk_out, dk, k, k_inverse_rms, k_weight, dk_weight, k_cos, k_sin, k_offsets, k_sequences, k_heads,
+            k_tokens, program - q_programs, head_dim, ROTARY, HALF, REST, INTERLEAVED, BLOCK, HEADS, STAGES,
         )  # fmt: skip
 
 
@@ -271,16 +278,19 @@ def forward(
 def backward(
     dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, q_inverse_rms: Tensor | None,
     k_inverse_rms: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None,
-    q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, interleaved: bool,
-    dtypes: tuple[torch.dtype, torch.dtype], tile: Tile = TILE,
+    q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, q_offsets: Tensor | None,
+    k_offsets: Tensor | None, interleaved: bool, dtypes: tuple[torch.dtype, torch.dtype], tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of Q and K in ``dtypes``, each as its own lies, and the programs' shares in those of the weights."""
+    """Gradients of Q and K in ``dtypes``, each as its own lies, and the programs' shares in those of the weights.
+
+    offsets: cu_seqlens, of rows that are packed; those behind the last get no gradient and are in no weight's.
+    """
     gradients, shares, given = [], [], []
     sides = (
-        (dq_out, q, q_inverse_rms, q_weight, q_cos, q_sin, dtypes[0]),
-        (dk_out, k, k_inverse_rms, k_weight, k_cos, k_sin, dtypes[1]),
+        (dq_out, q, q_inverse_rms, q_weight, q_cos, q_sin, q_offsets, dtypes[0]),
+        (dk_out, k, k_inverse_rms, k_weight, k_cos, k_sin, k_offsets, dtypes[1]),
     )
-    for dy, x, r, weight, cos, sin, dtype in sides:
+    for dy, x, r, weight, cos, sin, offsets, dtype in sides:
         dx = empty_like_rows(dy if x is None else x, dtype=dtype)
         shape = programs(dy, tile), dy.shape[-1]
         share = None if weight is None else torch.empty(shape, dtype=torch.float32, device=dy.device)
@@ -288,7 +298,7 @@ def backward(
         shares.append(share)
         given += [
             strided(dy), strided(dx), strided(x), contiguous(r), contiguous(weight), share, strided(cos), strided(sin),
-            *dy.shape[1:3],
+            contiguous(offsets), None if offsets is None else offsets.numel() - 1, *dy.shape[1:3],
         ]  # fmt: skip
     _launch(backward_kernel, dq_out, dk_out, q_cos, interleaved, tile, *given)
     return *gradients, *shares

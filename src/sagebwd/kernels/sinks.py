@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.common.tile import LN_2, LOG2_E, block_and_head, load_rows, to_16bit, whose
+from sagebwd.kernels.common.tile import LN_2, LOG2_E, block_in_sequence, load_rows, to_16bit, whose
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
 from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.reference.sinks import FARTHEST
@@ -33,7 +33,7 @@ def weigh_kernel(
     value_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of a head; o, q: `Strided`, o and lse overwritten; k_mean (B, heads / group, head_dim)."""
-    number, program = block_and_head(grid)
+    number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:
@@ -78,11 +78,11 @@ def gradient_kernel(
     head_dim: tl.constexpr, value_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The share of a block of queries of a head in its sink's gradient, (sequences x heads, grid) FP32.
+    """The share of a block of queries of a head in its sink's gradient, (heads over the batch, grid) FP32.
 
     do, o, dq: `Strided`; dq is added to where there is a k_mean.
     """
-    number, program = block_and_head(grid)
+    number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:
@@ -99,7 +99,7 @@ def gradient_kernel(
     if dlse is not None:
         change += tl.load(dlse + row, mask=inside, other=0).to(tl.float32)
     change *= tl.load(weight + row, mask=inside, other=0)
-    tl.store(found + program * grid + number, tl.sum(change, 0))
+    tl.store(found + tl.program_id(0), tl.sum(change, 0))
     if k_mean is not None:
         columns = tl.arange(0, BLOCK_D)
         mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
@@ -132,10 +132,10 @@ def gradient_by_block(
 ) -> Tensor:  # fmt: skip
     """`sagebwd.reference.sinks.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
     packing = Packing.of(o, offsets, longest)
-    shape = packing.batch * packing.heads, packing.grid(BLOCK)
+    shape = packing.heads_in_all, packing.blocks(BLOCK)
     if offsets is None:
         found = torch.empty(shape, dtype=torch.float32, device=o.device)
-    else:  # blocks past a short sequence are no program's
+    else:  # programs of no token write none
         found = zeros(shape, torch.float32, o.device)
     rows = (Strided.of(x, packing) for x in (aligned_rows(do), aligned_rows(o), dq))
     do, of_o, added = rows
@@ -152,10 +152,10 @@ def sum_of_blocks(found: Tensor, heads: int) -> Tensor:
 
 
 def _launch(kernel: Any, packing: Packing, k_mean: Tensor | None, dims: tuple[int, int], *given: Any) -> None:
-    grid, (head_dim, value_dim) = packing.grid(BLOCK), dims
+    head_dim, value_dim = dims
     group = 1 if k_mean is None else packing.heads // k_mean.shape[1]
     launch(
-        kernel, (grid * packing.batch * packing.heads,), *given, packing.heads, group, packing.tokens, packing.total,
-        grid, head_dim=head_dim, value_dim=value_dim, VARLEN=packing.cu_seqlens is not None, BLOCK=BLOCK,
-        BLOCK_D=padded_head_dim(head_dim), BLOCK_V=padded_head_dim(value_dim),
+        kernel, (packing.programs(BLOCK),), *given, packing.heads, group, packing.extent, packing.total,
+        packing.blocks(BLOCK), head_dim=head_dim, value_dim=value_dim, VARLEN=packing.cu_seqlens is not None,
+        BLOCK=BLOCK, BLOCK_D=padded_head_dim(head_dim), BLOCK_V=padded_head_dim(value_dim),
     )  # fmt: skip

@@ -14,7 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, padded_head_dim
-from sagebwd.kernels.common.chunks import TURNED_PROGRAMS, chunks_of
+from sagebwd.kernels.common.chunks import (
+    CHUNK,
+    MOST_CHUNKS,
+    blocks_apart,
+    chunk_range,
+    chunks_of,
+    chunks_of_sequence,
+    shared_blocks,
+    shares_of,
+    turned_share,
+)
 from sagebwd.kernels.common.rotation import (
     PIECE,
     floats,
@@ -27,13 +37,22 @@ from sagebwd.kernels.common.rotation import (
     whole_row,
 )
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of
-from sagebwd.kernels.common.tile import abs_max, block_and_head, divide, load_rows, psi_scale, to_int8, whose
+from sagebwd.kernels.common.tile import (
+    abs_max,
+    divide,
+    in_sequence,
+    load_rows,
+    psi_scale,
+    to_int8,
+    whose,
+)
 from sagebwd.kernels.runtime.program import launch
 
 # Of the sums of O: rows of a step, and so many steps' loads are under way at a time.
 SUMMED = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 # Tokens of a block of V, and rows of sums of O that a program adds up at a time.
 VALUES, SUMS = 64, 32
+LEAST_CHUNK, MOST = tl.constexpr(CHUNK), tl.constexpr(MOST_CHUNKS)
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "chunk", "chunks", "all_heads"])
@@ -45,31 +64,32 @@ def sum_outputs_kernel(
 
     o: `Strided`. sums (chunks, heads, COLUMNS), of `turned_row` where TURNED; counts (chunks, heads).
     """
-    program, part = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    head, part = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     for piece in tl.static_range((COLUMNS + PIECE - 1) // PIECE):
         sum_piece_of_outputs(
-            o, lse, sums, counts, cu_seqlens, program, part, heads, tokens, total, chunk, all_heads, piece, values,
+            o, lse, sums, counts, cu_seqlens, head, part, heads, tokens, total, chunk, all_heads, piece, values,
             TURNED, VARLEN, BLOCK, STAGES, COLUMNS,
         )  # fmt: skip
 
 
 @triton.jit
 def sum_piece_of_outputs(
-    o, lse, sums, counts, cu_seqlens, program, part, heads, tokens, total, chunk, all_heads, piece: tl.constexpr,
+    o, lse, sums, counts, cu_seqlens, of_head, part, heads, tokens, total, chunk, all_heads, piece: tl.constexpr,
     values: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A piece of channels of `sum_outputs_kernel`."""
     WIDTH: tl.constexpr = piece_width(COLUMNS, piece * PIECE)
     EVEN: tl.constexpr = piece * PIECE + WIDTH <= values
+    number, program = in_sequence(part, of_head, heads, cu_seqlens, tokens, chunk, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     columns = piece * PIECE + tl.arange(0, WIDTH)
     local = tl.arange(0, BLOCK)
-    end = tl.minimum(part * chunk + chunk, length)
+    begin, end = chunk_range(number, chunk, length, MOST, VARLEN)
     o_sum = tl.zeros((BLOCK, WIDTH), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
     o_at = head_of(o, batch, head)
-    for first in tl.range(part * chunk, end, BLOCK, num_stages=STAGES):
+    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
         o_rows = o_at + (start + first).to(tl.int64) * pitch_of(o)
         tile = load_rows(o_rows, local, columns, pitch_of(o), end - first, values, False, EVEN)
         row_lse = tl.load(lse + z * total + start + first + local, mask=first + local < end, other=float("-inf"))
@@ -79,7 +99,7 @@ def sum_piece_of_outputs(
     found = tl.sum(o_sum, 0)
     if TURNED:
         found = turned_row(found, TURNED, piece)
-    at = part * all_heads + program
+    at = part * all_heads + of_head
     tl.store(sums + at.to(tl.int64) * COLUMNS + columns, found, mask=columns < COLUMNS)
     if piece == 0:
         tl.store(counts + at, tl.sum(count, 0))
@@ -87,16 +107,16 @@ def sum_piece_of_outputs(
 
 @triton.jit
 def mean_of_outputs(
-    sums, counts, first_head, group, chunks, all_heads, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    sums, counts, first_chunk, first_head, group, chunks, all_heads, FIRST: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a key head's O, of ``group`` query heads from ``first_head`` on; WIDTH channels from FIRST on."""
+    """The mean of a key head's O, of ``chunks`` of ``group`` query heads; WIDTH channels from FIRST on."""
     columns = FIRST + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
     count = tl.zeros((ROWS,), tl.float32)
     for first in range(0, chunks * group, ROWS):
         number = first + tl.arange(0, ROWS)
-        at = number // group * all_heads + first_head + number % group
+        at = (first_chunk + number // group) * all_heads + first_head + number % group
         there = number < chunks * group
         count += tl.load(counts + at, mask=there, other=0)
         at = at.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
@@ -106,29 +126,35 @@ def mean_of_outputs(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "parts", "group", "chunks", "all_heads"])
 def value_codes_kernel(
-    v, sums, counts, codes, scales, center, maxima, signs, value_signs, key_mask, cu_seqlens, heads, tokens, total,
-    parts, group, chunks, all_heads, values: tl.constexpr, TURNED_Q: tl.constexpr, TURNED: tl.constexpr,
+    v, sums, counts, codes, scales, center, maxima, signs, value_signs, key_mask, cu_seqlens, cu_seqlens_q, heads,
+    tokens, total, parts, group, chunks, all_heads, values: tl.constexpr, TURNED_Q: tl.constexpr, TURNED: tl.constexpr,
     VARLEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH_Q: tl.constexpr,
     PITCH: tl.constexpr,
 ):  # fmt: skip
     """Codes of (V - c) R with a scale a token, and V's largest magnitudes by channel; c R, and R's signs.
 
-    v, codes: `Strided`. Of a head ``parts`` programs share the blocks. center (heads, PITCH): c R. maxima
-    (heads, values) int32, raised to the bits of what no |V| exceeds. signs, value_signs: where not None, what
+    v, codes: `Strided`. Programs share the blocks of a head, ``parts`` of `shares_of`. center (heads, PITCH): c R.
+    maxima (heads, values) int32, raised to the bits of what no |V| exceeds. signs, value_signs: where not None, what
     `store_signs` writes of the rotations of Q and V, of TURNED_Q and TURNED channels. maxima: or None.
     """
-    number, batch_head = block_and_head(parts)
+    number, batch_head = shared_blocks(parts, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     if tl.program_id(0) == 0:
         if signs is not None:
             store_signs(signs, TURNED_Q, PITCH_Q)
         if value_signs is not None:
             store_signs(value_signs, TURNED, PITCH)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
+    apart = blocks_apart(parts, length, BLOCK, VARLEN)
+    if VARLEN:  # noqa: SIM102, settled at compile time
+        if number >= apart:
+            return
     mu = ()
+    first_chunk, chunks = chunks_of_sequence(LEAST_CHUNK, chunks, cu_seqlens_q, batch, MOST, VARLEN)
+    first_head = (head if VARLEN else batch_head) * group
     for first in tl.static_range(0, COLUMNS, PIECE):
         mu += (mean_of_outputs(  # c = mean of O
-            sums, counts, batch_head * group, group, chunks, all_heads, first, piece_width(COLUMNS, first), COLUMNS,
-            ROWS,
+            sums, counts, first_chunk, first_head, group, chunks, all_heads, first, piece_width(COLUMNS, first),
+            COLUMNS, ROWS,
         ),)  # fmt: skip
     rotation = None
     if TURNED:
@@ -137,11 +163,11 @@ def value_codes_kernel(
     if number == 0:
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.store(center + batch_head * PITCH + columns, mu[piece], mask=columns < PITCH)
+            tl.store(center + batch_head.to(tl.int64) * PITCH + columns, mu[piece], mask=columns < PITCH)
     largest = ()
     for piece in tl.static_range(len(mu)):
         largest += (tl.zeros(mu[piece].shape, tl.int32),)
-    for i in range(number, tl.cdiv(length, BLOCK), parts):
+    for i in range(number, tl.cdiv(length, BLOCK), apart):
         largest = store_value_codes(
             v, mu, rotation, codes, scales, key_mask, largest, i * BLOCK, batch, head, z, start, length, tokens, total,
             values, BLOCK, COLUMNS,
@@ -149,7 +175,12 @@ def value_codes_kernel(
     if maxima is not None:
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.atomic_max(maxima + batch_head * values + columns, largest[piece], mask=columns < values, sem="relaxed")
+            tl.atomic_max(
+                maxima + batch_head.to(tl.int64) * values + columns,
+                largest[piece],
+                mask=columns < values,
+                sem="relaxed",
+            )
 
 
 @triton.jit
@@ -243,7 +274,7 @@ def launch_centered_values(
 ) -> CenteredValues:  # fmt: skip
     """Codes of (V - c) R. v_maxima, signs: `value_codes_kernel`'s, or None; rows: tokens that it takes at a time."""
     queries, keys, device, columns = call.queries, call.keys, v.device, call.value_dim
-    programs, heads = queries.batch * queries.heads, keys.batch * keys.heads
+    programs, heads = queries.heads_in_all, keys.batch * keys.heads
     pitch, turned_v = padded_head_dim(columns), sum(call.value_rotation)
     chunk, chunks = chunks_of(queries)
     sums = torch.empty(chunks, programs, columns, dtype=torch.float32, device=device)
@@ -252,21 +283,19 @@ def launch_centered_values(
     launch(
         sum_outputs_kernel,
         (chunks * programs,),
-        Strided.of(saved.o, queries), saved.lse, sums, counts, queries.cu_seqlens, queries.heads, queries.tokens,
+        Strided.of(saved.o, queries), saved.lse, sums, counts, queries.cu_seqlens, queries.heads, queries.extent,
         queries.total, chunk, chunks, programs, **SUMMED, **shape,
     )  # fmt: skip
     v_int8 = torch.empty((*v.shape[:-1], columns), dtype=torch.int8, device=device)
     v_scale, center = keys.per_token(device), torch.empty(heads, pitch, dtype=torch.float32, device=device)
     value_signs = torch.empty(pitch, pitch, dtype=torch.int8, device=device) if turned_v else None
-    parts = max(keys.grid(rows), 1)
-    if turned_v:
-        parts = -(-parts // max(1, parts * heads * pitch // TURNED_PROGRAMS))
+    shared, parts = shares_of(keys, rows, turned_share(keys, rows, pitch) if turned_v else 1)
     launch(
         value_codes_kernel,
-        (parts * heads,),
+        (shared,),
         Strided.of(v, keys), sums, counts, Strided.of(v_int8, keys), v_scale, center, v_maxima, signs, value_signs,
-        call.key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total, parts, call.group, chunks, programs,
-        TURNED_Q=call.turned, BLOCK=rows, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
+        call.key_mask, keys.cu_seqlens, queries.cu_seqlens, keys.heads, keys.extent, keys.total, parts,
+        call.group, chunks, programs, TURNED_Q=call.turned, BLOCK=rows, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
         num_warps=4 * max(1, pitch // 128), **shape,
     )  # fmt: skip
     return CenteredValues(v_int8, v_scale, center, value_signs)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of
-from sagebwd.kernels.common.tile import block_and_head, load_rows, psi_scale, sequence
+from sagebwd.kernels.common.tile import (
+    block_and_head,
+    in_sequence,
+    load_rows,
+    padded_block,
+    psi_scale,
+    sequence,
+)
 from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
 
@@ -55,11 +62,15 @@ def _chunk(
 ):
     """A chunk's share of the mean, if EXTREMES its largest and least value too, into partial (3, chunks, heads, D).
 
+    Of packed sequences ``chunks`` are those of a padded layout, which has one head for all of them.
+
     SAMPLED: of a sample of the tokens, where there is no mask.
 
     first_keys (batch, FIRST): the first that key_mask leaves, then the sequence's length; written if not None.
     """
-    chunk, batch_head = block_and_head(chunks)
+    of_head, head = block_and_head(chunks)
+    partial += (of_head.to(tl.int64) * (tl.num_programs(0) // chunks) + head) * head_dim
+    chunk, batch_head = in_sequence(of_head, head, heads, cu_seqlens, tokens, CHUNK, VARLEN)
     batch = batch_head // heads
     head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -110,11 +121,11 @@ def _chunk(
             highs = tl.maximum(highs, tl.max(high, 0))
             lows = tl.minimum(lows, tl.min(low, 0))
     total = tl.sum(sums, 0) / tl.maximum(count, 1).to(tl.float32)
-    partial += (chunk * (tl.num_programs(0) // chunks) + batch_head) * head_dim + columns
+    partial += columns
     tl.store(partial, total, mask=columns < head_dim)
     if EXTREMES:
         tl.store(partial + planes, tl.max(highs, 0), mask=columns < head_dim)
-        tl.store(partial + 2 * planes, tl.min(lows, 0), mask=columns < head_dim)
+        tl.store(partial + planes * 2, tl.min(lows, 0), mask=columns < head_dim)
 
 
 @triton.jit(do_not_specialize=["planes", "heads", "tokens", "chunks"])
@@ -138,10 +149,11 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One chunk of K or of V, `Strided`; partial: (2, 3, chunks, batch * heads, D). V_SCALE: V's extremes are wanted.
+    """One chunk of K or of V, `Strided`; partial: (2, 3, chunks, heads over the batch, D), planes: the last three.
 
-    K_SAMPLED: K's mean is of a sample.
+    V_SCALE: V's extremes are wanted. K_SAMPLED: K's mean is of a sample.
     """
+    planes = planes.to(tl.int64)
     if tl.program_id(1) == 0:
         _chunk(
             k, partial, planes, key_mask, first_keys, cu_seqlens, heads, tokens, chunks, head_dim, False, K_SAMPLED,
@@ -160,35 +172,49 @@ def finish_kernel(
     mean,
     scale,
     planes,
+    cu_seqlens,
+    heads,
     chunks,
     head_dim: tl.constexpr,
     SMOOTH_K: tl.constexpr,
     SMOOTH_V: tl.constexpr,
+    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """mean (2, heads, D), zero where not smoothed; scale (heads, D): psi's over all tokens of V less its mean.
 
     A program adds up COLUMNS of them: it waits for memory alone, so that many small ones are done sooner.
+    heads: of packed sequences, else None: all of the batch.
     """
-    heads = tl.num_programs(0)
+    all_heads = tl.num_programs(0)
+    planes = planes.to(tl.int64)
     which = tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     kept = columns < head_dim
-    partial += which * 3 * planes + tl.program_id(0) * head_dim
+    if cu_seqlens is None:
+        apart = all_heads * head_dim
+        partial += which * 3 * planes + tl.program_id(0).to(tl.int64) * head_dim
+    else:
+        batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+        start, length = sequence(cu_seqlens, batch, 0, True)
+        chunks = tl.cdiv(length, CHUNK)
+        apart = heads * head_dim
+        first_chunk = padded_block(start, batch, CHUNK, True)
+        partial += which * 3 * planes + first_chunk.to(tl.int64) * apart + head * head_dim
     total = tl.zeros((COLUMNS,), tl.float32)
     largest = tl.full((COLUMNS,), float("-inf"), tl.float32)
     least = tl.full((COLUMNS,), float("inf"), tl.float32)
     for first in range(0, chunks, CHUNKS):
         rows = first + tl.arange(0, CHUNKS)
-        at = partial + rows[:, None] * heads * head_dim + columns[None, :]
+        at = partial + rows[:, None] * apart + columns[None, :]
         inside = (rows < chunks)[:, None] & kept[None, :]
         total += tl.sum(tl.load(at, mask=inside, other=0), 0)
         if scale is not None:
             inside = inside & (which == 1)
             largest = tl.maximum(largest, tl.max(tl.load(at + planes, mask=inside, other=float("-inf")), 0))
-            least = tl.minimum(least, tl.min(tl.load(at + 2 * planes, mask=inside, other=float("inf")), 0))
-    at = (which * heads + tl.program_id(0)) * head_dim + columns
+            least = tl.minimum(least, tl.min(tl.load(at + planes * 2, mask=inside, other=float("inf")), 0))
+    at = (which * all_heads + tl.program_id(0)).to(tl.int64) * head_dim + columns
     shift = total
     if not SMOOTH_V:
         shift = tl.where(which == 1, 0.0, shift)
@@ -200,7 +226,7 @@ def finish_kernel(
             amax = tl.maximum(tl.maximum(largest - shift, shift - least), 0.0)
             # maxima lose NaN, sums do not
             chosen = psi_scale(amax) + 0 * total
-            tl.store(scale + tl.program_id(0) * head_dim + columns, chosen, mask=kept)
+            tl.store(scale + tl.program_id(0).to(tl.int64) * head_dim + columns, chosen, mask=kept)
 
 
 def launch_statistics(
@@ -231,13 +257,13 @@ def launch_statistics(
     mean = torch.empty(shape, dtype=torch.float32, device=device)
     scale = torch.empty_like(mean[1]) if v_scale else None
     first = torch.empty(packing.batch, first_keys, dtype=torch.int32, device=device) if first_keys else None
-    chunks = max(1, -(-packing.tokens // CHUNK))
-    planes = chunks * heads * head_dim
+    chunks = max(1, packing.blocks(CHUNK))
+    planes = chunks * packing.heads_in_all * head_dim
     partial = torch.empty(2, 3, planes, dtype=torch.float32, device=device)
     block_d = padded_head_dim(head_dim)
     launch(
         statistics_kernel,
-        (heads * chunks, 2),
+        (chunks * packing.heads_in_all, 2),
         Strided.of(k, packing),
         Strided.of(v, packing),
         partial,
@@ -246,7 +272,7 @@ def launch_statistics(
         first,
         packing.cu_seqlens,
         packing.heads,
-        packing.tokens,
+        packing.extent,
         chunks,
         head_dim=head_dim,
         V_SCALE=v_scale,
@@ -264,10 +290,13 @@ def launch_statistics(
         mean,
         scale,
         planes,
+        packing.cu_seqlens,
+        None if packing.cu_seqlens is None else packing.heads,
         chunks,
         head_dim=head_dim,
         SMOOTH_K=smooth_k,
         SMOOTH_V=smooth_v,
+        CHUNK=CHUNK,
         CHUNKS=64,
         COLUMNS=FINISHED_COLUMNS,
     )

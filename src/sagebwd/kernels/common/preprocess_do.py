@@ -25,7 +25,7 @@ from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
     abs_max,
-    block_and_head,
+    block_in_sequence,
     divide,
     load_rows,
     padded_block,
@@ -74,7 +74,7 @@ def grad_out_kernel(
     do, o, codes: `Strided`; codes: Q's saved ones, if not None, of which programs of a second plane of the grid write
     the transposed copy. dp: `ForDp`, or None.
     """
-    number, program = block_and_head(grid)
+    number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:
@@ -154,7 +154,7 @@ def codes_for_dp(
     y = turned_codes(out, dp.signs, dp.TURNED, head_dim, dp.PITCH) if dp.TURNED else floats(out)  # O R
     owner = batch * (heads // dp.group) + head // dp.group
     # + 0 * scale: NaN has codes like any number
-    delta = delta_of_codes(x_int8, y, dp.center + owner * dp.PITCH, dp.PITCH) + 0 * scale
+    delta = delta_of_codes(x_int8, y, dp.center + owner.to(tl.int64) * dp.PITCH, dp.PITCH) + 0 * scale
     return scale, delta if change is None else delta - change / scale  # delta -= dlse
 
 

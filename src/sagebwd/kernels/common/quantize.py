@@ -17,7 +17,7 @@ from sagebwd.kernels.common.rotation import load_turned
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of, tile_of
 from sagebwd.kernels.common.tile import (
     abs_max,
-    block_and_head,
+    block_in_sequence,
     divide,
     load_rows,
     load_transposed,
@@ -67,7 +67,7 @@ def quantize_kernel(
     first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
     first_key (batch,): which token that is, where not the first of all.
     """
-    number, program = block_and_head(grid)
+    number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:
@@ -82,7 +82,7 @@ def quantize_kernel(
     pitch = pitch_of(x)
     tile = load_rows(x_at, tl.arange(0, BLOCK), columns, pitch, length - first, head_dim, False, EVEN).to(tl.float32)
     if mean is not None:
-        tile -= tl.load(mean + program * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
+        tile -= tl.load(mean + program.to(tl.int64) * head_dim + columns, mask=columns < head_dim, other=0)[None, :]
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + rows, mask=inside, other=0) != 0)
     if mean is not None or key_mask is not None:
@@ -96,7 +96,7 @@ def quantize_kernel(
     if TURNED:
         taken_off = None
         if mean is not None:
-            taken_off = mean + program * head_dim
+            taken_off = mean + program.to(tl.int64) * head_dim
         tile = load_turned(
             x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D
         )  # fmt: skip
@@ -113,7 +113,7 @@ def quantize_kernel(
     elif GROUP == "channel":
         amax = abs_max(tile, 0)
     if GROUP == "sequence":
-        scale = tl.load(sequence_scale + program * head_dim + columns, mask=columns < head_dim, other=1)
+        scale = tl.load(sequence_scale + program.to(tl.int64) * head_dim + columns, mask=columns < head_dim, other=1)
     else:
         scale = psi_scale(amax)
     inverse = 1.0 / scale
@@ -148,7 +148,7 @@ def quantize_kernel(
             token = tl.load(first_key + batch)
         if (token >= first) & (token < tl.minimum(first + BLOCK, length)):
             # read by itself: taken from the tile, it costs every program registers
-            at, of_head = columns < head_dim, program * head_dim + columns
+            at, of_head = columns < head_dim, program.to(tl.int64) * head_dim + columns
             chosen = tl.load(x_at + (token - first).to(tl.int64) * pitch + columns, mask=at, other=0).to(tl.float32)
             if mean is not None:
                 chosen -= tl.load(mean + of_head, mask=at, other=0)

@@ -25,7 +25,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def sequence(cu_seqlens, batch, tokens, VARLEN: tl.constexpr):
-    """First token and length of a sequence."""
+    """First token and length of a sequence; tokens: `sagebwd.call.Packing.extent`."""
     if VARLEN:
         start = tl.load(cu_seqlens + batch)
         return start, tl.load(cu_seqlens + batch + 1) - start
@@ -43,6 +43,57 @@ def block_and_head(grid):
 
 
 @triton.jit
+def padded_block(start, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """The block at which a sequence begins in a padded layout: never overlapping, and known without a prefix sum."""
+    if VARLEN:
+        return start // BLOCK + batch
+    else:
+        return 0
+
+
+@triton.jit
+def owner_of(cu_seqlens, sequences, block, BLOCK):
+    """The sequence that has a block of a padded layout: the last that begins at it or before (`padded_block`).
+
+    Each sequence has one at least. A step looks at 32 sequences, which is one load: of up to 32 one step finds it, of
+    up to 1024 two do.
+    """
+    found = block * 0
+    left = sequences
+    while left > 1:
+        step = tl.cdiv(left, 32)
+        at = found + tl.arange(0, 32) * step
+        there = at < sequences
+        begins = tl.load(cu_seqlens + at, mask=there, other=0) // BLOCK + at
+        found += (tl.sum((there & (begins <= block)).to(tl.int32), 0) - 1) * step
+        left = step
+    return found
+
+
+@triton.jit
+def in_sequence(block, head, heads, cu_seqlens, tokens, BLOCK, VARLEN: tl.constexpr):
+    """A block of a head of a padded layout: its number in its sequence, and the head counted over all sequences.
+
+    Dense ones are given as that.
+    """
+    if VARLEN:
+        batch = owner_of(cu_seqlens, tokens, block, BLOCK)
+        return block - tl.load(cu_seqlens + batch) // BLOCK - batch, batch * heads + head
+    else:
+        return block, head
+
+
+@triton.jit
+def block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN: tl.constexpr):
+    """`in_sequence` of a program's block, of ``grid`` blocks a head: `sagebwd.call.Packing.blocks`.
+
+    Of packed sequences a number may lie past its sequence's end.
+    """
+    block, head = block_and_head(grid)
+    return in_sequence(block, head, heads, cu_seqlens, tokens, BLOCK, VARLEN)
+
+
+@triton.jit
 def whose(program, heads, cu_seqlens, tokens, VARLEN: tl.constexpr):
     """A program's sequence and head, the head's place among per-token values, the first token and the length."""
     batch = program // heads
@@ -50,15 +101,6 @@ def whose(program, heads, cu_seqlens, tokens, VARLEN: tl.constexpr):
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
     z = head.to(tl.int64) if VARLEN else program.to(tl.int64)
     return batch, head, z, start, length
-
-
-@triton.jit
-def padded_block(start, batch, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """The block at which a sequence begins in a padded layout: never overlapping, and known without a prefix sum."""
-    if VARLEN:
-        return start // BLOCK + batch
-    else:
-        return 0
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.common.tile import block_and_head, interleave_rows, load_rows, padded_block, whose
+from sagebwd.kernels.common.tile import block_in_sequence, interleave_rows, load_rows, padded_block, whose
 from sagebwd.kernels.runtime.program import launch
 
 NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
@@ -28,13 +28,13 @@ def launch_pass(
     """Launch a pass over blocks of tokens, a program each, on what is ``given`` and the sizes of `NO_SPECIALIZE`."""
     launch(
         kernel,
-        (packing.grid(block) * packing.batch * packing.heads, planes),
+        (packing.programs(block), planes),
         *given,
         packing.heads,
-        packing.tokens,
+        packing.extent,
         packing.total,
         packing.blocks(block),
-        packing.grid(block),
+        packing.blocks(block),
         head_dim=head_dim,
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,
@@ -80,7 +80,7 @@ def transpose_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Saved INT8 rows, `Strided`, to the transposed copy that backward reads; cheaper to remake than to keep."""
-    number, program = block_and_head(grid)
+    number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
     first = number * BLOCK
     if first >= length:

@@ -51,10 +51,10 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
 
     o, lse = empty_like_rows(q), queries.per_token(q.device)
     variant = variant_of(FORWARD, call.head_dim, arch, **settings)
-    grid = queries.grid(variant.rows)
+    grid = queries.blocks(variant.rows)
     launch(
         kernel_of(variant.source, arch),
-        (grid * queries.batch * queries.heads,),
+        (grid * queries.heads_in_all,),
         *_strided(x.q8, queries),
         x.q_scale,
         *_strided(x.k8, keys),
@@ -69,8 +69,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         keys.cu_seqlens,
         queries.heads,
         call.group,
-        queries.tokens,
-        keys.tokens,
+        queries.extent,
+        keys.extent,
         queries.total,
         keys.total,
         keys.blocks(KEYS),
@@ -103,10 +103,10 @@ def backward(
     dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
 
     variant = variant_of(BACKWARD, call.head_dim, arch, half=half, int8_dp=int8_dp, turned=call.turned)
-    grid = keys.grid(KEYS)
+    grid = keys.blocks(KEYS)
     launch(
         kernel_of(variant.source, arch),
-        (grid * keys.batch * keys.heads,),
+        (grid * keys.heads_in_all,),
         *_strided(saved.q_int8, queries),
         *_strided(saved.k_int8, keys),
         *_strided(dp_v, keys),
@@ -125,8 +125,8 @@ def backward(
         keys.cu_seqlens,
         keys.heads,
         call.group,
-        queries.tokens,
-        keys.tokens,
+        queries.extent,
+        keys.extent,
         keys.total,
         blocks_q,
         blocks_k,

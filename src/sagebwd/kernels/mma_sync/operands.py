@@ -40,14 +40,14 @@ def quantize(
         keys.padded(KEYS, KEYS * call.head_dim + 8 * (KEYS + call.head_dim), dtype=torch.int8, device=device),
         first_values,
     )  # fmt: skip
-    grids = queries.grid(ROWS_OF_CODES), keys.grid(ROWS_OF_CODES), keys.grid(KEYS)
-    programs = queries.batch * (grids[0] * queries.heads + (grids[1] + grids[2]) * keys.heads)
+    grids = queries.blocks(ROWS_OF_CODES), keys.blocks(ROWS_OF_CODES), keys.blocks(KEYS)
+    programs = grids[0] * queries.heads_in_all + (grids[1] + grids[2]) * keys.heads_in_all
     launch(
         kernel, (programs,), q, *queries.strides(q), k, *keys.strides(k), v, *keys.strides(v), k_mean, v_mean,
         call.key_mask, first_keys, made.q8, *queries.strides(made.q8), made.q_scale, made.k8, *keys.strides(made.k8),
         made.k_scale, made.values, first_values, queries.cu_seqlens, keys.cu_seqlens,
-        queries.batch, queries.heads, keys.heads, queries.tokens, keys.tokens, queries.total, keys.total,
-        keys.blocks(KEYS), *grids,
+        queries.heads_in_all, keys.heads_in_all, queries.heads, keys.heads, queries.extent, keys.extent,
+        queries.total, keys.total, keys.blocks(KEYS), *grids,
     )  # fmt: skip
     return made
 
@@ -71,20 +71,20 @@ def row_values(
     do8_t, q8_t = (queries.padded(QUERIES, QUERIES * call.head_dim, dtype=torch.int8, device=device) for _ in range(2))
     values = queries.padded(QUERIES, QUERIES * 4, dtype=torch.float32, device=device)
     do_scale = queries.padded(QUERIES, dtype=torch.float32, device=device)
-    grid = queries.grid(QUERIES)
     launch(
-        kernel, (grid * queries.batch * queries.heads,), do, *queries.strides(do), o, *queries.strides(o),
+        kernel, (queries.programs(QUERIES),), do, *queries.strides(do), o, *queries.strides(o),
         q8, *queries.strides(q8), saved.lse, dlse, saved.q_scale, center,
         do8, *((0, 0, 0) if do8 is None else queries.strides(do8)), do8_t, q8_t, do_scale, values,
-        queries.cu_seqlens, queries.heads, call.group, queries.tokens, queries.total, queries.blocks(QUERIES), grid,
+        queries.cu_seqlens, queries.heads, call.group, queries.extent, queries.total, queries.blocks(QUERIES),
+        queries.blocks(QUERIES),
     )  # fmt: skip
     return RowValues(values, do_scale, do8_t, q8_t, do8)
 
 
 def finish(call: Call, kernel: CudaKernel, sums: Tensor, dq: Tensor) -> None:
     """Write dq from the FP32 sums (heads, blocks, 64 D) of backward, by `finish` in cuda/finish.cu."""
-    queries, grid = call.queries, call.queries.grid(QUERIES)
+    queries = call.queries
     launch(
-        kernel, (grid * queries.batch * queries.heads,), sums, dq, *queries.strides(dq), queries.cu_seqlens,
-        queries.heads, queries.tokens, queries.blocks(QUERIES), grid,
+        kernel, (queries.programs(QUERIES),), sums, dq, *queries.strides(dq), queries.cu_seqlens,
+        queries.heads, queries.extent, queries.blocks(QUERIES), queries.blocks(QUERIES),
     )  # fmt: skip

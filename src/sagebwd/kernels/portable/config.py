@@ -166,8 +166,13 @@ def shares_maxima(call: Call) -> bool:
 
 def maxima_shape(call: Call) -> tuple[int, ...]:
     """Of the table of tiles' maxima."""
-    queries, keys = call.queries, call.keys
-    return queries.heads_in_all, keys.grid(call.recipe.block_k), queries.blocks(call.recipe.block_q), 2
+    queries = call.queries
+    return queries.heads_in_all, tiles_of_keys(call), queries.blocks(call.recipe.block_q), 2
+
+
+def tiles_of_keys(call: Call) -> int:
+    """Blocks of keys of the longest sequence, at most."""
+    return -(-min(call.keys.tokens, call.keys.total) // call.recipe.block_k)
 
 
 def value_rows(call: Call) -> int:

@@ -19,6 +19,7 @@ from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, r
 from sagebwd.kernels.common.tile import (
     LOG2_E,
     abs_max,
+    block_in_sequence,
     dot_16bit,
     largest,
     largest_bits,
@@ -41,7 +42,7 @@ from sagebwd.kernels.portable.blocks import (
     steps_of,
     within,
 )
-from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.config import Config, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.recompute import (
@@ -153,12 +154,12 @@ def dkdv_kernel(
     EVEN: tl.constexpr = head_dim == BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     STEPS: tl.constexpr = PAD_Q // BLOCK_Q
-    batch_head = tl.program_id(0) // grid
+    block_k, batch_head = block_in_sequence(grid, heads_k, cu_seqlens_k, tokens_k, BLOCK_K, VARLEN)
     batch = batch_head // heads_k
     head_k = batch_head % heads_k
     start_q, length_q = sequence(cu_seqlens_q, batch, tokens_q, VARLEN)
     start_k, length_k = sequence(cu_seqlens_k, batch, tokens_k, VARLEN)
-    first_k = tl.program_id(0) % grid * BLOCK_K
+    first_k = block_k * BLOCK_K
     if first_k >= length_k:
         return
     z_k = head_k.to(tl.int64) if VARLEN else batch_head.to(tl.int64)
@@ -333,10 +334,10 @@ def launch_dkdv(
                 n: (transposed_view(x, call.head_dim), rows_block[::-1]) for n, x in copies.items() if x is not None
             }
             tma = described(views) or {}
-        grid = keys.grid(config.rows)
+        grid = keys.blocks(config.rows)
         launch(
             dkdv_kernel,
-            (grid * keys.batch * keys.heads,),
+            (grid * keys.heads_in_all,),
             Strided.of(q, queries),
             Strided.of(k, keys),
             Strided.of(v, keys),
@@ -358,11 +359,11 @@ def launch_dkdv(
             Groups.of(call),
             keys.heads,
             call.group,
-            queries.tokens,
-            keys.tokens,
+            queries.extent,
+            keys.extent,
             keys.total,
             queries.blocks(recipe.block_q),
-            keys.grid(recipe.block_k),
+            tiles_of_keys(call),
             grid,
             PAD_Q=recipe.block_q,
             TILE_K=recipe.block_k,

@@ -17,6 +17,7 @@ from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, r
 from sagebwd.kernels.common.tile import (
     LOG2_E,
     dot_16bit,
+    in_sequence,
     largest,
     largest_of_tile,
     load_block,
@@ -38,7 +39,7 @@ from sagebwd.kernels.portable.blocks import (
     visible_pairs,
     work_tile_of,
 )
-from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.config import Config, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.recompute import (
@@ -113,9 +114,10 @@ def dq_kernel(
     INT8_DQ: tl.constexpr = k_t is not None
     INT8_DP: tl.constexpr = v_scale is not None
     DO_SCALE_LAST: tl.constexpr = INT8_DP and INT8_DQ and DS_PER_QUERY  # of dQ's rows, which quantise dS one by one
-    batch_head = tl.program_id(0) // grid
     # the last queries see the most keys: start them first
-    block_q = grid - 1 - tl.program_id(0) % grid
+    block_q, batch_head = in_sequence(
+        grid - 1 - tl.program_id(0) % grid, tl.program_id(0) // grid, heads, cu_seqlens_q, tokens_q, BLOCK_Q, VARLEN
+    )
     work_tile = work_tile_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
     start_q, length_q, start_k, length_k = work_tile.start_q, work_tile.length_q, work_tile.start_k, work_tile.length_k
     first_q = block_q * BLOCK_Q
@@ -268,10 +270,10 @@ def launch_dq(
             if k_t is not None:
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
             tma = described(views) or {}
-        grid = queries.grid(config.rows)
+        grid = queries.blocks(config.rows)
         launch(
             dq_kernel,
-            (grid * queries.batch * queries.heads,),
+            (grid * queries.heads_in_all,),
             Strided.of(q, queries),
             Strided.of(k, keys),
             Strided.of(v, keys),
@@ -288,12 +290,12 @@ def launch_dq(
             *masks_of(call),
             queries.heads,
             call.group,
-            queries.tokens,
-            keys.tokens,
+            queries.extent,
+            keys.extent,
             keys.total,
             queries.blocks(recipe.block_q),
             keys.blocks(config.block_k(recipe)),
-            keys.grid(config.block_k(recipe)),
+            tiles_of_keys(call),
             grid,
             TURNED=call.turned if recipe.dq == INT8 else 0,
             K_TOKEN=recipe.k_scale != "block",

@@ -23,6 +23,7 @@ from sagebwd.kernels.common.tile import (
     LOG2_E,
     dot_16bit,
     exp2,
+    in_sequence,
     interleave,
     load_block,
     load_rows,
@@ -151,9 +152,16 @@ def forward_kernel(
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
-    batch_head = tl.program_id(0) // grid_q
     # the last queries see the most keys: start them first
-    block_q = grid_q - 1 - tl.program_id(0) % grid_q
+    block_q, batch_head = in_sequence(
+        grid_q - 1 - tl.program_id(0) % grid_q,
+        tl.program_id(0) // grid_q,
+        heads,
+        cu_seqlens_q,
+        tokens_q,
+        BLOCK_Q,
+        VARLEN,
+    )
     work_tile = work_tile_of(batch_head, heads, group, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k)
     start_q, length_q, start_k, length_k = work_tile.start_q, work_tile.length_q, work_tile.start_k, work_tile.length_k
     first_q = block_q * BLOCK_Q
@@ -317,10 +325,10 @@ def launch_forward(
             block = (config.block_k(recipe), call.block_d)
             v_view = (transposed_view(v.at, call.head_dim), block[::-1]) if o_int8 else (keys.view(v.at), block)
             tma = described({"k": (keys.view(k), block), "v": v_view}) or {}
-        grid = queries.grid(config.rows)
+        grid = queries.blocks(config.rows)
         launch(
             forward_kernel,
-            (grid * queries.batch * queries.heads,),
+            (grid * queries.heads_in_all,),
             Strided.of(q, queries),
             Strided.of(k, keys),
             v,
@@ -336,8 +344,8 @@ def launch_forward(
             *masks_of(call),
             queries.heads,
             call.group,
-            queries.tokens,
-            keys.tokens,
+            queries.extent,
+            keys.extent,
             queries.total,
             keys.total,
             keys.blocks(config.block_k(recipe)),

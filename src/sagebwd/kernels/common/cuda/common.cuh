@@ -339,3 +339,35 @@ struct Sequence {
   // The block at which it begins in a padded layout (`padded_block` in kernels/common/tile.py).
   DEVICE int padded(const int* cu_seqlens, int batch, int block) const { return cu_seqlens ? start / block + batch : 0; }
 };
+
+// The sequence that has a block of a padded layout (`owner_of` in kernels/common/tile.py). A warp searches.
+DEVICE int owner_of(const int* cu_seqlens, int sequences, int block, int size) {
+  const int lane = threadIdx.x & 31;
+  int found = 0;
+  for (int left = sequences; left > 1;) {
+    const int step = (left + 31) / 32, at = found + lane * step;
+    const bool begun = at < sequences && cu_seqlens[at] / size + at <= block;
+    found += (__popc(__ballot_sync(0xffffffffu, begun)) - 1) * step;
+    left = step;
+  }
+  return found;
+}
+
+// A block of tokens of a head: its number in its sequence, which may be past the end, and the head over all sequences.
+struct Place {
+  int number, batch, head, owner;
+  // block: of a head's, of a padded layout where there are cu_seqlens; tokens: then how many sequences.
+  DEVICE Place(int block, int of_head, const int* cu_seqlens, int tokens, int heads, int size) {
+    if (cu_seqlens) {
+      batch = owner_of(cu_seqlens, tokens, block, size);
+      number = block - cu_seqlens[batch] / size - batch;
+      head = of_head;
+      owner = batch * heads + head;
+    } else {
+      number = block;
+      owner = of_head;
+      batch = owner / heads;
+      head = owner % heads;
+    }
+  }
+};

@@ -35,7 +35,8 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
 #endif
                 ) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int owner = blockIdx.x / (int)grid, block = blockIdx.x % (int)grid, batch = owner / (int)heads_k, head_k = owner % (int)heads_k;
+  const Place place(blockIdx.x % (int)grid, blockIdx.x / (int)grid, cu_seqlens_k, (int)tokens_k, (int)heads_k, KEYS);
+  const int owner = place.owner, block = place.number, batch = place.batch, head_k = place.head;
   const Sequence queries(cu_seqlens_q, batch, tokens_q), keys(cu_seqlens_k, batch, tokens_k);
   const int first_k = block * KEYS;
   if (first_k >= keys.length) return;
@@ -51,7 +52,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   const int blocks = max((last + QUERIES - 1) / QUERIES - begin, 0);
   const int steps = last > 0 ? blocks * (int)group : 0;
   // a head's thread blocks begin at different queries, and so add to different rows of dQ
-  const int offset = (int)((i64)block * steps / (int)grid);
+  const int offset = (int)((i64)block * steps / ((keys.length + KEYS - 1) / KEYS));
 
   const u32 base = shared_base();
   // of the next step: its block of queries and its head, by which values by token and padded blocks are counted too

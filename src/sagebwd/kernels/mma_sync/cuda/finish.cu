@@ -6,7 +6,8 @@ static_assert(WARPS * 16 == QUERIES, "a warp has 16 queries");
 // sums (heads, blocks, 64 D) in the order of registers: of 16 queries row 8 h + g and channel 8 n + 2 t + b lie at
 // [n, h, b, g, t]; ADDS_FOUR, channel 16 n + 8 e + 2 t + b at [n, h, g, t, e, b]. dq by its strides.
 KERNEL finish(const float* sums, u16* dq, i64 dq_batch, i64 dq_head, i64 dq_token, const int* cu_seqlens, i64 heads, i64 tokens, i64 blocks, i64 grid) {
-  const int number = blockIdx.x % (int)grid, owner = blockIdx.x / (int)grid, batch = owner / (int)heads, head = owner % (int)heads;
+  const Place place(blockIdx.x % (int)grid, blockIdx.x / (int)grid, cu_seqlens, (int)tokens, (int)heads, QUERIES);
+  const int number = place.number, owner = place.owner, batch = place.batch, head = place.head;
   const Sequence queries(cu_seqlens, batch, tokens);
   if (number * QUERIES >= queries.length) return;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = number * QUERIES + warp * 16;

@@ -29,9 +29,11 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
                u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
                i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int batch_head = blockIdx.x / (int)grid, batch = batch_head / (int)heads, head = batch_head % (int)heads, head_k = head / (int)group;
+  // the last queries see the most keys: start them first
+  const Place place((int)grid - 1 - (int)(blockIdx.x % (int)grid), blockIdx.x / (int)grid, cu_seqlens_q, (int)tokens_q, (int)heads, QUERIES);
+  const int batch_head = place.owner, batch = place.batch, head = place.head, head_k = head / (int)group;
   const Sequence queries(cu_seqlens_q, batch, tokens_q), keys(cu_seqlens_k, batch, tokens_k);
-  const int first_q = ((int)grid - 1 - (int)(blockIdx.x % (int)grid)) * QUERIES;  // the last queries see the most keys: start them first
+  const int first_q = place.number * QUERIES;
   if (first_q >= queries.length) return;
   const int heads_k = (int)heads / (int)group, owner = batch * heads_k + head_k;
   const i64 z_q = cu_seqlens_q ? head : batch_head, z_k = cu_seqlens_k ? head_k : owner;

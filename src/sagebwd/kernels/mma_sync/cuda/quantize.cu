@@ -247,12 +247,13 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
                 i64 v_batch, i64 v_head, i64 v_token, const float* k_mean, const float* v_mean, const u8* key_mask, const int* first_numbers,
                 i8* q8, i64 q8_batch, i64 q8_head, i64 q8_token, float* q_scale, i8* k8, i64 k8_batch, i64 k8_head, i64 k8_token,
                 float* k_scale, u8* values, void* first_values, const int* cu_seqlens_q, const int* cu_seqlens_k,
-                i64 batches, i64 heads, i64 heads_k, i64 tokens_q, i64 tokens_k, i64 total_q, i64 total_k, i64 blocks_k, i64 grid_q, i64 grid_k,
+                i64 all_heads, i64 all_heads_k, i64 heads, i64 heads_k, i64 tokens_q, i64 tokens_k, i64 total_q, i64 total_k, i64 blocks_k, i64 grid_q, i64 grid_k,
                 i64 grid_v) {
   int program = gridDim.x - 1 - blockIdx.x;  // the last first: V, which the means have read last, is in L2
-  const int of_q = (int)(grid_q * batches * heads), of_k = (int)(grid_k * batches * heads_k);
+  const int of_q = (int)(grid_q * all_heads), of_k = (int)(grid_k * all_heads_k);
   if (program < of_q) {
-    const int number = program % (int)grid_q, owner = program / (int)grid_q, batch = owner / (int)heads, head = owner % (int)heads;
+    const Place place(program % (int)grid_q, program / (int)grid_q, cu_seqlens_q, (int)tokens_q, (int)heads, TILE);
+    const int number = place.number, owner = place.owner, batch = place.batch, head = place.head;
     const Sequence queries(cu_seqlens_q, batch, tokens_q);
     if (number * TILE >= queries.length) return;
     const i64 z = cu_seqlens_q ? head : owner;
@@ -264,7 +265,9 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
   program -= of_q;
   const bool of_values = program >= of_k;
   if (of_values) program -= of_k;
-  const int grid = (int)(of_values ? grid_v : grid_k), number = program % grid, owner = program / grid, batch = owner / (int)heads_k, head = owner % (int)heads_k;
+  const int grid = (int)(of_values ? grid_v : grid_k);
+  const Place place(program % grid, program / grid, cu_seqlens_k, (int)tokens_k, (int)heads_k, of_values ? KEYS : TILE);
+  const int number = place.number, owner = place.owner, batch = place.batch, head = place.head;
   const Sequence keys(cu_seqlens_k, batch, tokens_k);
   const i64 z = cu_seqlens_k ? head : owner;
   const int padded = keys.padded(cu_seqlens_k, batch, KEYS);
@@ -272,13 +275,13 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
   if (number * (of_values ? KEYS : TILE) >= keys.length) return;
   if (!of_values) {
     const int last = FIRST == 0 ? -1 : first_numbers ? first_numbers[batch * FIRST + FIRST - 1] : FIRST - 1;
-    quantize_rows<true>(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_mean ? k_mean + owner * D : nullptr, mask,
+    quantize_rows<true>(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_mean ? k_mean + (i64)owner * D : nullptr, mask,
                   k8 + offset_of(k8_batch, k8_head, k8_token, batch, head, keys.start), k8_token, k_scale + z * total_k + keys.start,
                   (float*)(values + (z * blocks_k + padded) * BLOCK + D * KEYS), number * TILE, keys.length, last);
     return;
   }
   const u16* rows = v + offset_of(v_batch, v_head, v_token, batch, head, keys.start);
-  const float* mean = v_mean ? v_mean + owner * D : nullptr;
+  const float* mean = v_mean ? v_mean + (i64)owner * D : nullptr;
   const int first = number * KEYS;
   u8* block = values + (z * blocks_k + padded + number) * BLOCK;
   quantize_values(rows + first * v_token, v_token, mean, mask ? mask + first : nullptr, keys.length - first, (i8*)block,
@@ -287,8 +290,8 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
     for (int i = threadIdx.x; i < FIRST * D; i += THREADS) {
       const int n = i / D, channel = i % D, key = first_numbers ? first_numbers[batch * FIRST + n] : n;
       const float y = key < keys.length ? from_16bit(rows[key * v_token + channel]) - (mean ? mean[channel] : 0.0f) : 0.0f;
-      if (FIRST == 1) ((float*)first_values)[owner * D + channel] = y;
-      else ((u16*)first_values)[(owner * D + channel) * FIRST + (n >> 1 & 3) * 4 + (n >> 3) * 2 + (n & 1)] = (u16)to_16bit(y, 0.0f);
+      if (FIRST == 1) ((float*)first_values)[(i64)owner * D + channel] = y;
+      else ((u16*)first_values)[((i64)owner * D + channel) * FIRST + (n >> 1 & 3) * 4 + (n >> 3) * 2 + (n & 1)] = (u16)to_16bit(y, 0.0f);
     }
   }
 }

@@ -46,7 +46,8 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
                   const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* lse, const float* dlse, const float* q_scale, const float* center,
                   i8* do8, i64 do8_batch, i64 do8_head, i64 do8_token, i8* do8_t, i8* q8_t, float* do_scale, float* values,
                   const int* cu_seqlens, i64 heads, i64 group, i64 tokens, i64 total, i64 blocks, i64 grid) {
-  const int number = blockIdx.x % (int)grid, owner = blockIdx.x / (int)grid, batch = owner / (int)heads, head = owner % (int)heads;
+  const Place place(blockIdx.x % (int)grid, blockIdx.x / (int)grid, cu_seqlens, (int)tokens, (int)heads, QUERIES);
+  const int number = place.number, owner = place.owner, batch = place.batch, head = place.head;
   const Sequence queries(cu_seqlens, batch, tokens);
   const int first = number * QUERIES;
   if (first >= queries.length) return;

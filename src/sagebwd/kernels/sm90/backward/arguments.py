@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
 
     heads_k: int
     group: int  # query heads that a key head serves
-    tokens_q: int
+    tokens_q: int  # `Packing.extent`
     tokens_k: int
     total_k: int  # keys of one head
     blocks_q: int  # blocks of queries of one head, padded
@@ -101,8 +101,8 @@ class Sizes(NamedTuple):
         """Of so many programs a head."""
         queries, keys, band = call.queries, call.keys, call.band
         return cls(
-            keys.heads, call.group, queries.tokens, keys.tokens, keys.total, queries.blocks(block_q), programs,
-            heads_at_once, keys.batch * keys.heads, band["lower"], band["upper"],
+            keys.heads, call.group, queries.extent, keys.extent, keys.total, queries.blocks(block_q), programs,
+            heads_at_once, keys.heads_in_all, band["lower"], band["upper"],
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagebwd.kernels.common import strided
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, elements, opaque, visible
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, elements, opaque, uniform, visible
 from sagebwd.masks import mask as masks
 from sagebwd.masks import sm90_block_lists
 from sagebwd.masks import work_splits as splits_of_lists
@@ -23,14 +23,8 @@ SPLIT_FIELDS = gl.constexpr(splits_of_lists.FIELDS)
 
 @gluon.jit
 def split_field(splits, program, FIELD: gl.constexpr):
-    """Field FIELD of a program's work split, in a uniform register: loops have few others left.
-
-    Impure, so that the compiler cannot move it to where some threads of a warp are inactive.
-    """
-    x = gl.load(splits.programs + program * SPLIT_FIELDS + FIELD)
-    return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
+    """Field FIELD of a program's work split."""
+    return uniform(gl.load(splits.programs + program * SPLIT_FIELDS + FIELD))
 
 
 @gluon.jit

@@ -38,12 +38,16 @@ from sagebwd.kernels.sm90.backward.epilogue import as_tiles, store_both
 from sagebwd.kernels.sm90.backward.fp32_accumulate import accumulate_half_n, accumulate_in_pieces, accumulate_whole
 from sagebwd.kernels.sm90.backward.key_blocks import (
     cut_at_both_ends,
+    dq_sum_scale_of,
     head_and_number,
     heads_of,
     key_block,
     m_block_range,
     masked_m_block,
+    place_in,
+    place_of,
     seq_q_of,
+    share_place,
     work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
@@ -83,7 +87,7 @@ def accumulate(
     KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dK and dV of 64 keys, and half of dQ^T, or of dQ, of every query block."""
-    k_t_smem, ds_smem, dq_smem, ones, out_smem = own_smem
+    k_t_smem, ds_smem, dq_smem, ones, out_smem, places = own_smem
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
     dq_sem, key_mask, sparse, group = tensors.dq_semaphore, tensors.key_mask, tensors.block_sparse, sizes.group
@@ -119,7 +123,7 @@ def accumulate(
     pitch, begun = sizes.blocks_q * BLOCK_Q, 0
     # a single tile is no loop: ptxas then has uniform registers for stages, and spills nothing
     for tile_index in range(tiles_per_cta if PERSISTENT else 1):
-        work_tile = work_tile_of(program_number(tile_index), tile_index, tensors, sizes)
+        work_tile = work_tile_of(program_number(tile_index), tile_index, tensors, sizes, place_in(places, VARLEN))
         seq_q = seq_q_of(work_tile, tensors, sizes)
         z_q, z_k = heads_of(work_tile, sizes, VARLEN)
         listed = list_of(sparse, tensors.work_splits, work_tile.batch, work_tile.head, work_tile.first)
@@ -129,6 +133,7 @@ def accumulate(
         begin, end, loops = m_range.begin, m_range.end, m_range.loops
         first_k = work_tile.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
+        sum_scale = dq_sum_scale_of(work_tile, tensors, factors)
         v_scale = None
         if INT8_DP:
             v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
@@ -221,7 +226,7 @@ def accumulate(
                             dv_acc, dk_acc, (p_fp8, ds_fp8), (memory.do_t, memory.q_t), stage, t_scales,
                             k_t_smem, ds_smem, before, ds_full, phase_before, step < 0, CONSUMER, OUT_LAYOUT,
                         )  # fmt: skip
-                        store_dq(dq_smem[2].index(CONSUMER), dq_half * factors.sum_scale, dq_sem, counter_before)
+                        store_dq(dq_smem[2].index(CONSUMER), dq_half * sum_scale, dq_sem, counter_before)
                         if not TILE.k_in_regs:
                             # descriptors of before the loop would be kept in registers
                             k = pieces_of(memory.k, opaque(CONSUMER), PIECES)
@@ -243,7 +248,7 @@ def accumulate(
                         )  # fmt: skip
                     mbarrier.arrive(ds_empty.index(before), count=1)
                     mbarrier.arrive(empty.index(stage), count=1)
-                    dq = dq * factors.sum_scale  # dQ^T in FP16's range
+                    dq = dq * sum_scale  # dQ^T in FP16's range
                     if IN_PIECES:
                         to_row = to_row * pitch + column + to_block * BLOCK_Q
                         add_dq_rows(dq_desc, dq_smem, dq, to_row, CONSUMER, dq_sem, counter, rank, count)
@@ -259,7 +264,7 @@ def accumulate(
         if LISTED:
             last_head, last_block = head_and_block(last_entry)
             last_row, last_block = (first_head + last_head) * HEAD + CHANNEL, last_block + 1
-        work_tile = work_tile_of(program_number(tile_index), tile_index, tensors, sizes)
+        work_tile = work_tile_of(program_number(tile_index), tile_index, tensors, sizes, place_in(places, VARLEN))
         s = warpgroup_mma_wait(0, deps=[s])
         slot, phase = ring(begun + tile_index, SLOTS)
         mbarrier.wait(ds_full.index(slot), phase)
@@ -275,11 +280,11 @@ def accumulate(
         )  # fmt: skip
         counter, last_block = gl.where(begin < end, counter, -1), gl.maximum(last_block, 1)
         if IN_PIECES:
-            store_dq(dq_smem[2].index(CONSUMER), dq_half * factors.sum_scale, dq_sem, counter_before)
+            store_dq(dq_smem[2].index(CONSUMER), dq_half * sum_scale, dq_sem, counter_before)
             last_row = last_row * pitch + column + last_block * BLOCK_Q
-            add_dq_rows(dq_desc, dq_smem, dq * factors.sum_scale, last_row, CONSUMER, dq_sem, counter, rank, count)
+            add_dq_rows(dq_desc, dq_smem, dq * sum_scale, last_row, CONSUMER, dq_sem, counter, rank, count)
         else:
-            store_dq(dq_part, dq * factors.sum_scale, dq_sem, counter_before)
+            store_dq(dq_part, dq * sum_scale, dq_sem, counter_before)
             add_dq(dq_desc, dq_part, last_row, column + last_block * BLOCK_Q, dq_sem, counter, rank, count)
         release_dq_semaphore(dq_sem, counter)
         # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie; V's codes have not the room
@@ -318,15 +323,22 @@ def backward_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes)
+    place = place_of(tensors, sizes, tiles_per_cta, IN_ORDER)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place)
     seq_q = seq_q_of(work_tile, tensors, sizes)
     SPAN: gl.constexpr = CONSUMERS * ROWS
     # no program has a tile past its sequence's end
     if tensors.work_splits is None:
         count = (work_tile.length + SPAN - 1) // SPAN
+        if VARLEN:
+            number, programs = place.number, place.programs
+            if number >= programs:
+                return
+        else:
+            _, number = head_and_number(gl.program_id(0), sizes, IN_ORDER)
         n = count // programs
-        _, number = head_and_number(gl.program_id(0), sizes, IN_ORDER)
-        tiles_per_cta = gl.minimum(tiles_per_cta, n + (key_block(n, number, programs, IN_ORDER) < count).to(gl.int32))
+        REVERSED: gl.constexpr = IN_ORDER and not VARLEN
+        tiles_per_cta = gl.minimum(tiles_per_cta, n + (key_block(n, number, programs, REVERSED) < count).to(gl.int32))
     else:
         number = work_tile.first // SPAN
         tiles_per_cta = (work_tile.first < work_tile.length).to(gl.int32)
@@ -343,6 +355,7 @@ def backward_kernel(
     q_t, k_t = buffers(q_t_desc, STAGES * PIECES), allocate_k_t(PIECES, PIECE)
     do_t, rows = buffers(do_t_desc, STAGES * VALUE_PIECES), buffers(rows_desc, STAGES)
     scales, delta, ones, out = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES), None, None
+    places = ()
     if tensors.v_scale is None:
         ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     elif not (WIDTH.backward.persistent and not IN_ORDER and tensors.work_splits is None):
@@ -362,12 +375,14 @@ def backward_kernel(
         weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
         weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
         ones.store(weight.to(ones.dtype))
+    if VARLEN:
+        places = (share_place(place),)
     fence_async_shared()
 
     memory = Loaded(q, k, v, do, q_t, do_t, rows, delta, scales)
     barriers = Barriers(keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    own = (k_t, ds, dq, ones, out)
+    own = (k_t, ds, dq, ones, out, places)
     written = (dq_desc, dk_desc, dv_desc)
     heads = (work_tile.head * group, work_tile.head * group + group)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
@@ -379,7 +394,7 @@ def backward_kernel(
             (accumulate, (memory, own, barriers, tensors, written, tiles_per_cta, sizes, factors, 1, KIND, WIDTH)),
             (load, (
                 descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
-                IN_ORDER, KIND, WIDTH,
+                IN_ORDER, VARLEN, KIND, WIDTH,
             )),
         ],
         [4, 1],

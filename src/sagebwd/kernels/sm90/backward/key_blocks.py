@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagebwd.kernels.sm90.backward.block_sparse import split_field
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence, sum_scale_of_length
 
 
 class TileCoord(NamedTuple):
@@ -28,9 +28,80 @@ class SeqQ(NamedTuple):
     upper: gl.tensor
 
 
+class Place(NamedTuple):
+    """A program's packed sequence, its number among this sequence's of one head, and their number; zeros if dense.
+
+    What kernels find once, before their loops: it takes a search.
+    """
+
+    batch: gl.tensor
+    number: gl.tensor
+    programs: gl.tensor
+
+
+@gluon.jit
+def owner_of(cu_seqlens, sequences, block, span):
+    """As `sagebwd.kernels.common.tile.owner_of`, by a layout of one warp."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    found = block * 0
+    left = sequences
+    while left > 1:
+        step = (left + 31) // 32
+        at = found + gl.arange(0, 32, LAYOUT) * step
+        there = at < sequences
+        begins = gl.load(cu_seqlens + at, mask=there, other=0) // span + at
+        found += (gl.sum((there & (begins <= block)).to(gl.int32), 0) - 1) * step
+        left = step
+    return found
+
+
+@gluon.jit
+def place_of(tensors, sizes, tiles, IN_ORDER: gl.constexpr, HEADS_INTERLEAVED: gl.constexpr = False):
+    """`Place` of this program, which takes ``tiles`` key tiles; where it has none its number is beyond all programs.
+
+    IN_ORDER, HEADS_INTERLEAVED: as of `work_tile_of`. Programs of a head have the blocks of a padded layout of so many
+    keys each, in order the last first.
+    """
+    if tensors.cu_seqlens_k is not None:
+        _, block = head_and_number(gl.program_id(0), sizes, IN_ORDER or HEADS_INTERLEAVED)
+        if IN_ORDER:
+            block = sizes.programs - 1 - block
+        span = tiles * (CONSUMERS * ROWS)
+        batch = owner_of(tensors.cu_seqlens_k, sizes.tokens_k, block, span)
+        start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, True)
+        return Place(batch, block - start // span - batch, (length + span - 1) // span)
+    else:
+        return Place(0, 0, 0)
+
+
+@gluon.jit
+def share_place(place):
+    """A packed call's `Place` in shared memory, for `place_in`: in registers loops would hold it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    memory = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lane = gl.arange(0, 32, LAYOUT)
+    memory.store(gl.where(lane == 0, place.batch, gl.where(lane == 1, place.number, place.programs)))
+    return memory
+
+
+@gluon.jit
+def place_in(places, VARLEN: gl.constexpr):
+    """The `Place` that `share_place` has stored, in a tuple, which is empty if dense."""
+    if VARLEN:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        lane = gl.arange(0, 32, LAYOUT)
+        x = places[0].load(LAYOUT)
+        return Place(
+            gl.sum(gl.where(lane == 0, x, 0), 0), gl.sum(gl.where(lane == 1, x, 0), 0),
+            gl.sum(gl.where(lane == 2, x, 0), 0),
+        )  # fmt: skip
+    else:
+        return Place(0, 0, 0)
+
+
 @gluon.jit
 def head_and_number(program, sizes, IN_ORDER: gl.constexpr):
-    """A program's key head, counted over the batch, and its number among the programs of this head.
+    """A program's key head, counted over a batch, and its number among the programs of this head.
 
     IN_ORDER: heads_at_once heads are interleaved: each gets its first program before any gets its second.
     """
@@ -53,8 +124,8 @@ def key_block(tile_index, number, programs, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def work_tile_of(program, tile_index, tensors, sizes, HEADS_INTERLEAVED: gl.constexpr = False):
-    """Coordinates of the key tile number ``tile_index`` of a program.
+def work_tile_of(program, tile_index, tensors, sizes, place, HEADS_INTERLEAVED: gl.constexpr = False):
+    """Coordinates of the key tile number ``tile_index`` of a program; place: its `Place`.
 
     HEADS_INTERLEAVED: heads are interleaved even if dQ is not added in order, then from the first key block on.
     With work splits, these say which program has which tile.
@@ -64,12 +135,27 @@ def work_tile_of(program, tile_index, tensors, sizes, HEADS_INTERLEAVED: gl.cons
         head, number = head_and_number(program, sizes, IN_ORDER or HEADS_INTERLEAVED)
     else:
         head, number = split_field(tensors.work_splits, program, 0), split_field(tensors.work_splits, program, 1)
-    batch = head // sizes.heads_k
-    start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, tensors.cu_seqlens_k is not None)
-    # of a work split the number is the key block itself
-    programs = sizes.programs if tensors.work_splits is None else 0
-    first = key_block(tile_index, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
-    return TileCoord(batch, head % sizes.heads_k, start, length, first)
+    if tensors.cu_seqlens_k is not None:
+        start, length = sequence(tensors.cu_seqlens_k, place.batch, sizes.tokens_k, True)
+        # programs of a head have their order already
+        first = key_block(tile_index, place.number, place.programs, False) * (CONSUMERS * ROWS)
+        return TileCoord(place.batch, head, start, length, first)
+    else:
+        batch = head // sizes.heads_k
+        start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, False)
+        # of a work split the number is the key block itself
+        programs = sizes.programs if tensors.work_splits is None else 0
+        first = key_block(tile_index, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
+        return TileCoord(batch, head % sizes.heads_k, start, length, first)
+
+
+@gluon.jit
+def dq_sum_scale_of(work_tile, tensors, factors):
+    """Scale of what a tile adds to dQ's FP16 sums (`bwd_postprocess.dq_sum_scale`)."""
+    if tensors.cu_seqlens_k is not None:
+        return sum_scale_of_length(work_tile.length, False)
+    else:
+        return factors.sum_scale
 
 
 @gluon.jit

@@ -33,11 +33,15 @@ from sagebwd.kernels.sm90.backward.epilogue import as_tiles, store_gradient
 from sagebwd.kernels.sm90.backward.fp32_accumulate import accumulate_alternating, fma_in_place, new_product
 from sagebwd.kernels.sm90.backward.key_blocks import (
     cut_at_both_ends,
+    dq_sum_scale_of,
     heads_of,
     m_block_at,
     m_block_range,
     masked_m_block,
+    place_in,
+    place_of,
     seq_q_of,
+    share_place,
     work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.loads import (
@@ -144,10 +148,10 @@ def accumulate(
     WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dK of 64 keys, and half of the channels of dQ of every query block."""
-    k_t_smem, ds_smem, dq_smem = own_smem
+    k_t_smem, ds_smem, dq_smem, places = own_smem
     dq_desc, dk_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
-    dq_sem, key_mask, blocks_q, dq_scale = tensors.dq_semaphore, tensors.key_mask, sizes.blocks_q, factors.sum_scale
+    dq_sem, key_mask, blocks_q = tensors.dq_semaphore, tensors.key_mask, sizes.blocks_q
     sparse = tensors.block_sparse
     LISTED: gl.constexpr = sparse is not None
     JUMPS: gl.constexpr = cut_at_both_ends(KIND) and not LISTED  # from block to block
@@ -169,7 +173,8 @@ def accumulate(
     FIRST_PIECE: gl.constexpr = 0 if PIECES == 1 else CONSUMER
     BOX: gl.constexpr = dq_smem[0].shape[2]
     REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 32])
-    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, True)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place_in(places, VARLEN), True)
+    dq_scale = dq_sum_scale_of(work_tile, tensors, factors)
     seq_q = seq_q_of(work_tile, tensors, sizes)
     z_q, z_k = heads_of(work_tile, sizes, VARLEN)
     listed = list_of(sparse, tensors.work_splits, work_tile.batch, work_tile.head, work_tile.first)
@@ -316,7 +321,7 @@ def accumulate(
     if LISTED:
         last_head, last_block = head_and_block(last_entry)
         last_head, last_block = first_head + last_head, last_block + 1
-    work_tile, is_mine = work_tile_of(program_number(0), 0, tensors, sizes, True), True
+    work_tile, is_mine = work_tile_of(program_number(0), 0, tensors, sizes, place_in(places, VARLEN), True), True
     s = warpgroup_mma_wait(0, deps=[s])
     slot, phase = ring(begun, SLOTS)
     mbarrier.wait(ds_full.index(slot), phase)
@@ -369,7 +374,8 @@ def key_query_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, True)
+    place = place_of(tensors, sizes, 1, tensors.dq_semaphore is not None, True)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place, True)
     if work_tile.first >= work_tile.length:
         return
     seq_q = seq_q_of(work_tile, tensors, sizes)
@@ -390,12 +396,15 @@ def key_query_kernel(
     mbarrier.init(keys_full, count=1)
     full, empty = ring_barriers(OPERANDS * Q_STAGES, 1)
     ds_full, ds_empty = ds_barriers()
+    places = ()
+    if VARLEN:
+        places = (share_place(place),)
     fence_async_shared()
 
     memory = Loaded(q, k, v, do, q_t, None, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
-    own = (k_t, ds, dq)
+    own = (k_t, ds, dq, places)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
     blocks = (blocks_q, z_q, block_0, tensors.block_sparse, tensors.work_splits, work_tile, tensors.key_mask, tokens_k)
     heads = (work_tile.head * group, work_tile.head * group + group)

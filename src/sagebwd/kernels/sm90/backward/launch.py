@@ -83,7 +83,7 @@ def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | Non
     programs = None if call.lists is None else call.lists.work_splits
     span = CONSUMERS.value * ROWS.value
     # each list that is cut has one split more than its own
-    cut = 0 if programs is None else min(MOST, heads * keys.grid(span))
+    cut = 0 if programs is None else min(MOST, heads * keys.blocks(span))
     channels = call.head_dim + call.value_dim
     sizes = cut * span * channels, cut * COUNTERS.value, heads, counts, heads * call.columns[1]
     sums, arrived, largest, dq_semaphore, v_maxima = zeros((sum(sizes),), torch.int32, like.device).split(sizes)
@@ -147,8 +147,8 @@ def backward(
     delta = planes
     if v_scale is None:
         delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
-    grid = -(-keys.grid(span) // tiles_per_cta)
-    programs = grid * keys.batch * keys.heads if work_splits is None else len(work_splits.programs)
+    grid = keys.blocks(span * tiles_per_cta)
+    programs = grid * keys.heads_in_all if work_splits is None else len(work_splits.programs)
     launch(
         backward_kernel,
         (programs,),

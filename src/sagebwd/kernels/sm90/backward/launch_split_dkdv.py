@@ -33,7 +33,7 @@ def launch_split_dkdv(
     piece = width.backward.piece or head_dim
     q, k = operands.q.blocks(block_q, piece), operands.k.blocks(rows, piece)
     span = CONSUMERS.value * rows
-    grid, heads = keys.grid(span), keys.batch * keys.heads
+    grid, heads = keys.blocks(span), keys.heads_in_all
     programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
     planes = (3 if tensors.v_scale is None else PLANES.value) * block_q
     options |= {"KIND": Kind.of(call, block_q, span), "WIDTH": width}

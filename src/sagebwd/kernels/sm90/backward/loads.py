@@ -153,14 +153,14 @@ def load_queries(
 @gluon.jit
 def load(
     descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
-    IN_ORDER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
+    IN_ORDER: gl.constexpr, VARLEN: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Load, for each key tile, K and V, then its query blocks (`load_queries`); origins: of K, V, Q and dO."""
     origin_k, origin_v, origin_q, origin_do = origins
     blocks_q, z_q, block_0, sparse, splits, work_tile, key_mask, tokens_k = blocks
     step = 0
     for tile_index in range(tiles_per_cta if WIDTH.backward.persistent and not IN_ORDER and splits is None else 1):
-        first_k = key_block(tile_index, number, programs, IN_ORDER) * (CONSUMERS * ROWS)
+        first_k = key_block(tile_index, number, programs, IN_ORDER and not VARLEN) * (CONSUMERS * ROWS)
         mbarrier.wait(barriers.keys_empty, (tile_index & 1) ^ 1)
         load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
         listed = list_of(sparse, splits, work_tile.batch, work_tile.head, first_k)

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from sagebwd.kernels.common import strided, tile
-from sagebwd.kernels.sm90.operands import bwd_preprocess
+from sagebwd.kernels.sm90.operands import bwd_postprocess, bwd_preprocess
 
 elements = gluon.jit(strided.elements.fn)
 sequence = gluon.jit(tile.sequence.fn)
@@ -15,6 +15,7 @@ padded_block = gluon.jit(tile.padded_block.fn)
 block_range = gluon.jit(tile.block_range.fn)
 visible = gluon.jit(tile.visible.fn)
 interleave = gluon.jit(tile.interleave.fn)
+sum_scale_of_length = gluon.jit(bwd_postprocess.sum_scale_of_length.fn)
 float8_factor = gluon.jit(bwd_preprocess.float8_factor.fn)
 delta_parts_weight = gluon.jit(bwd_preprocess.delta_parts_weight.fn)
 DELTA_CHANNELS = gl.constexpr(bwd_preprocess.DELTA_CHANNELS.value)
@@ -50,6 +51,17 @@ def program_number(after):
 def opaque(x):
     """An int32 that the compiler cannot trace: what follows from it is computed here, not kept in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def uniform(x):
+    """An int32 that is the same in all threads, in a uniform register: loops have few others left.
+
+    Impure, so that the compiler cannot move it to where some threads of a warp are inactive.
+    """
+    return gl.inline_asm_elementwise(
+        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

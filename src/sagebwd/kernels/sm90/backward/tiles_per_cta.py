@@ -32,7 +32,7 @@ def backward_tiles_per_cta(call: Call, span: int, block_q: int, num_sms: int) ->
     steps = backward_steps(call, span, block_q)
 
     def waves(tiles: int) -> float:
-        programs = -(-call.keys.grid(span) // tiles) * call.keys.batch * call.keys.heads
+        programs = call.keys.programs(span * tiles)
         return -(-programs // num_sms) * (tiles * (steps + PER_TILE) + PER_CTA)
 
     return min((1, 2, 4), key=waves)

@@ -24,7 +24,10 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     m_block_at,
     m_block_range,
     masked_m_block,
+    place_in,
+    place_of,
     seq_q_of,
+    share_place,
     work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
@@ -91,7 +94,7 @@ def load(
 
 @gluon.jit
 def accumulate(
-    memory, barriers, tensors, dv_desc, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
+    memory, places, barriers, tensors, dv_desc, sizes, factors, CONSUMER: gl.constexpr, KIND: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dV of 64 keys."""
@@ -109,7 +112,7 @@ def accumulate(
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     PARTS: gl.constexpr = WIDTH.value_dim // ROWS
     PIECES: gl.constexpr = WIDTH.head_dim // memory.k.shape[2]
-    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, True)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place_in(places, VARLEN), True)
     seq_q = seq_q_of(work_tile, tensors, sizes)
     _, z_k = heads_of(work_tile, sizes, VARLEN)
     listed = list_of(sparse, tensors.work_splits, work_tile.batch, work_tile.head, work_tile.first)
@@ -173,7 +176,7 @@ def accumulate(
         begun += end - begin
     s = warpgroup_mma_wait(0, deps=[s])
 
-    work_tile, is_mine = work_tile_of(program_number(0), 0, tensors, sizes, True), True
+    work_tile, is_mine = work_tile_of(program_number(0), 0, tensors, sizes, place_in(places, VARLEN), True), True
     if tensors.work_splits is not None:
         dv, is_mine = sum_of_splits(dv, tensors.work_splits, work_tile, WIDTH.head_dim, CONSUMER, WIDTH, PIECE)
     if is_mine:
@@ -203,7 +206,8 @@ def value_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, True)
+    place = place_of(tensors, sizes, 1, False, True)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place, True)
     if work_tile.first >= work_tile.length:
         return
     seq_q = seq_q_of(work_tile, tensors, sizes)
@@ -217,6 +221,9 @@ def value_kernel(
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_full, count=1)
     full, empty = ring_barriers(STAGES, 2)
+    places = ()
+    if VARLEN:
+        places = (share_place(place),)
     fence_async_shared()
 
     memory = Loaded(q, k, None, None, None, do_t, rows, None, scales)
@@ -228,8 +235,8 @@ def value_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (memory, barriers, tensors, dv_desc, sizes, factors, 0, KIND, WIDTH)),
-            (accumulate, (memory, barriers, tensors, dv_desc, sizes, factors, 1, KIND, WIDTH)),
+            (accumulate, (memory, places, barriers, tensors, dv_desc, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, places, barriers, tensors, dv_desc, sizes, factors, 1, KIND, WIDTH)),
             (load, (descriptors, memory, barriers, origins, work_tile.first, blocks, heads, seq_q, KIND, WIDTH)),
         ],
         [4, 1],

@@ -161,7 +161,7 @@ class Forward:
             cu_seqlens_k=compact(Int32, size()) if packed else None,
             tiles_taken=compact(Int32, 1),
             programs=Int32(0),
-            longest=Int32(0),
+            blocks_q=Int32(0),
             lower=Int32(0),
             upper=Int32(0),
             scale=Float32(0),
@@ -193,7 +193,7 @@ class Forward:
         largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
         words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor,
-        programs: Int32, longest: Int32, lower: Int32,
+        programs: Int32, blocks_q: Int32, lower: Int32,
         upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
@@ -202,7 +202,7 @@ class Forward:
             q = q_int8
         heads, heads_k, batch = q.shape[1], k.shape[1], q.shape[0]
         if const_expr(self.variant.varlen):
-            batch = cu_seqlens_q.shape[0] - 1
+            batch = 1  # sequences share a head's tiles
         q, q_int8, k, o = (self.matrices(x) for x in (q, q_int8, k, o))
         v = self.matrices(v, transposed=True)
         lse, q_scale, row_max = self.vectors(lse), self.vectors(q_scale), self.vectors(row_max)
@@ -216,7 +216,6 @@ class Forward:
         load = cpasync.CopyBulkTensorTileG2SOp()
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (E, N))
-        blocks_q = cute.ceil_div(longest, M)
         count = blocks_q * heads * batch
         self.kernel(
             k_atom, v_atom, q, k_tma, v_tma, q_int8, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
@@ -325,10 +324,13 @@ class Forward:
             self.arrive_scheduler(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
         ring, tile_phase = Ring(Int32(0), Int32(0)), Int32(0)
+        owner = self.tiles.owner(grid, program)
         while program < grid.tiles:
-            ring = self.attend_tile(consumer, program, ring)
+            ring = self.attend_tile(consumer, program, owner, ring)
             cute.arch.mbarrier_wait(memory.tile_full, tile_phase)
             program = memory.tile[0]
+            if const_expr(self.variant.varlen):
+                owner = memory.tile[1]
             cute.arch.sync_warp()
             self.release(memory.tile_empty)
             tile_phase ^= 1
@@ -336,11 +338,11 @@ class Forward:
             self.wait_scheduler(index)
 
     @cute.jit
-    def attend_tile(self, consumer, program: Int32, ring):
+    def attend_tile(self, consumer, program: Int32, owner: Int32, ring):
         """O and lse of a tile's 64 queries; the ring's next state."""
         _, memory, smem, tile, state, scale, rows, index, thread, grid, inputs = consumer
         q_norms = cute.make_rmem_tensor(2, Float32)
-        work_tile = self.tiles.coord(grid, program)
+        work_tile = self.tiles.coord(grid, program, owner)
         if work_tile.first_q < work_tile.length_q:
             if const_expr(self.variant.lists):
                 listed = self.tiles.list_of(grid, work_tile)

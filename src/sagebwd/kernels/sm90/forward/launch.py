@@ -124,7 +124,7 @@ def launch_forward(
         cu_seqlens_k=call.keys.cu_seqlens,
         tiles_taken=quantized.tiles_taken,
         programs=num_sms(call.device),
-        longest=queries.tokens,
+        blocks_q=queries.blocks(tile.queries),
         lower=band["lower"] if band["HAS_LOWER"] else 0,
         upper=band["upper"] if band["HAS_UPPER"] else 0,
         scale=abs(call.scale),

@@ -42,7 +42,7 @@ class Memory(NamedTuple):
     q_words: Any  # q as INT32
     q_scale: Any  # of each row
     q_norm: Any  # of each row as codes, at most, if the variant is bounded
-    tile: Any  # the number of the next
+    tile: Any  # the number of the next, and its sequence where calls are packed
     k_full: Any
     v_full: Any
     k_empty: Any
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
         q_norm = None
         if variant.bounded:
             q_norm = smem.allocate_tensor(Float32, cute.make_layout(variant.tile.queries), 16)
-        tile = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+        tile = smem.allocate_tensor(Int32, cute.make_layout(2 if variant.varlen else 1), 16)
         barriers = smem.allocate_array(Int64, 2 + 4 * stages)
         rings = (barriers + 2 + n * stages for n in range(4))
         return cls(
@@ -112,26 +112,30 @@ class Producer:
         program, _, _ = cute.arch.block_idx()
         source = Source(atoms, tensors, memory, key_mask, grid)
         ring, tile_phase = Ring(Int32(0), Int32(1)), Int32(1)
+        owner = self.tiles.owner(grid, program)
         while program < grid.tiles:
-            ring = self.load_tile(source, program, ring)
-            program = self.next(q, memory, grid, tile_phase)
+            ring = self.load_tile(source, program, owner, ring)
+            program, owner = self.next(q, memory, grid, tile_phase)
             tile_phase ^= 1
 
     @cute.jit
     def next(self, q: cute.Tensor, memory, grid, tile_phase: Int32):
-        """Take the next tile, hand its number to the consumers, and prefetch its queries to L2."""
+        """Take the next tile, hand its number and sequence to the consumers, and prefetch its queries to L2."""
         program = Int32(0)
         if cute.arch.lane_idx() == 0:
             program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
             if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
                 grid.taken[0] = Int32(0)
         program = cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0]
+        owner = self.tiles.owner(grid, program)
         cute.arch.mbarrier_wait(memory.tile_empty, tile_phase)
         if cute.arch.lane_idx() == 0:
             memory.tile[0] = program
+            if const_expr(self.variant.varlen):
+                memory.tile[1] = owner
             cute.arch.mbarrier_arrive(memory.tile_full)
         if program < grid.tiles:
-            work_tile = self.tiles.coord(grid, program)
+            work_tile = self.tiles.coord(grid, program, owner)
             rows = self.tiles.of_head(q, work_tile.head, work_tile.batch)
             for part in cutlass.range_constexpr(self.M // 32):
                 token = work_tile.first_q + part * 32 + cute.arch.lane_idx()
@@ -139,14 +143,14 @@ class Producer:
                     row = rows[work_tile.start_q + token, None].iterator.toint()
                     for line in cutlass.range_constexpr(0, 2 * self.variant.columns[0], 128):
                         ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
-        return program
+        return program, owner
 
     @cute.jit
-    def load_tile(self, source, program: Int32, ring):
+    def load_tile(self, source, program: Int32, owner: Int32, ring):
         """Load every block of K and V that a tile sees, from the last to the first; the ring's next state."""
         atoms, tensors, memory, key_mask, grid = source
         M, N, D, E = self.M, self.N, self.variant.code_columns, self.variant.value_dim
-        work_tile = self.tiles.coord(grid, program)
+        work_tile = self.tiles.coord(grid, program, owner)
         if work_tile.first_q < work_tile.length_q:
             if const_expr(self.variant.lists):
                 listed = self.tiles.list_of(grid, work_tile)

@@ -18,7 +18,7 @@ class Grid(NamedTuple):
     taken: Any  # how many were taken beside the programs' first
     tokens_q: Any
     tokens_k: Any
-    blocks_q: Any  # tiles of the longest sequence
+    blocks_q: Any  # tiles of a head, where calls are packed of all sequences as `common.tile.padded_block` has them
     heads: Any
     group: Any  # heads that share one of K's
     cu_seqlens_q: Any
@@ -65,12 +65,33 @@ class Tiles:
         return x[None, head] if self.variant.varlen else x[None, head, batch]
 
     @cute.jit
-    def coord(self, grid, program: Int32):
-        """Coordinates of tile number ``program``."""
+    def owner(self, grid, program: Int32):
+        """The sequence of a tile, where calls are packed; a warp's search, as `common.tile.owner_of`."""
+        found = Int32(0)
+        if const_expr(self.variant.varlen):
+            block = grid.blocks_q - 1 - program % grid.blocks_q
+            sequences = Int32(grid.cu_seqlens_q.shape[0] - 1)
+            left = sequences
+            while left > 1:
+                step = (left + 31) // 32
+                at = found + cute.arch.lane_idx() * step
+                begins = block + 1
+                if at < sequences:
+                    begins = grid.cu_seqlens_q[at] // self.M + at
+                begun = cute.arch.popc(cute.arch.vote_ballot_sync(begins <= block))
+                found += (begun - 1) * step
+                left = step
+        return found
+
+    @cute.jit
+    def coord(self, grid, program: Int32, owner: Int32):
+        """Coordinates of tile number ``program``, of `owner`'s sequence."""
         batch_head = program // grid.blocks_q
         # the last queries see the most keys: they start first
         block_q = grid.blocks_q - 1 - program % grid.blocks_q
         batch, head = batch_head // grid.heads, batch_head % grid.heads
+        if const_expr(self.variant.varlen):
+            batch, head = owner, batch_head
         head_k = head // grid.group
         start_q, start_k, length_q, length_k = Int32(0), Int32(0), Int32(grid.tokens_q), Int32(grid.tokens_k)
         lower, upper = grid.lower, grid.upper
@@ -80,6 +101,7 @@ class Tiles:
             start_q, start_k = grid.cu_seqlens_q[batch], grid.cu_seqlens_k[batch]
             length_q, length_k = grid.cu_seqlens_q[batch + 1] - start_q, grid.cu_seqlens_k[batch + 1] - start_k
             lower, upper = lower + length_k - length_q, upper + length_k - length_q
+            block_q = block_q - (start_q // self.M + batch)
             scale_head, scale_block = head_k, start_k // SCALE_BLOCK + batch
         return TileCoord(
             batch, head, head_k, block_q * self.M, start_q, start_k, length_q, length_k, lower, upper, scale_head,

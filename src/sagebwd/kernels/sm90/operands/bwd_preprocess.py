@@ -19,6 +19,7 @@ from sagebwd.kernels.common.tile import (
     LOG2_E,
     abs_max,
     block_and_head,
+    in_sequence,
     load_rows,
     padded_block,
     psi_scale,
@@ -62,14 +63,16 @@ def row_values_kernel(
     number, program = block_and_head(grid)
     clear_share(zeros, share)
     if program < programs:
+        number, program = in_sequence(number, program, heads, cu_seqlens, tokens, BLOCK, VARLEN)
         row_values(
             do, o, lse, dlse, row_max, v_maxima, signs, q, q_scale, cu_seqlens, rows, scales, delta_parts, spread,
             do_scaled, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, value_dim, values,
             TURNED, VARLEN, BLOCK, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
+        number, program = in_sequence(number, program - programs, heads_k, cu_seqlens_k, tokens_k, BLOCK, VARLEN)
         k_amax(
-            k, k_scale, cu_seqlens_k, largest, number, program - programs, heads_k, tokens_k, total_k, head_dim,
+            k, k_scale, cu_seqlens_k, largest, number, program, heads_k, tokens_k, total_k, head_dim,
             VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
@@ -87,7 +90,7 @@ def clear_share(zeros, share):
 @triton.jit
 def value_norm(v_maxima, owner, columns, values: tl.constexpr):
     """`sagebwd.reference.float8.value_norm` of a key head, of the bits of V's largest magnitudes by channel."""
-    channel = tl.load(v_maxima + owner * values + columns, mask=columns < values, other=0)
+    channel = tl.load(v_maxima + owner.to(tl.int64) * values + columns, mask=columns < values, other=0)
     channel = psi_scale(channel.to(tl.float32, bitcast=True))
     # psi gives a channel without range the scale 1, which says nothing of V
     norm = norm_of(tl.where(channel == 1, 0.0, channel), 0)
@@ -344,8 +347,8 @@ class Cleared(NamedTuple):
     def of(cls, call: Call, block: int, device: torch.device) -> Cleared:
         """For programs of each block of every head's queries, and keys."""
         queries, keys = call.queries, call.keys
-        grid = max(queries.grid(block), keys.grid(block))
-        programs = max(grid * (queries.batch * queries.heads + keys.batch * keys.heads), 1)
+        grid = max(queries.blocks(block), keys.blocks(block))
+        programs = max(grid * (queries.heads_in_all + keys.heads_in_all), 1)
         # of two a word
         words = queries.heads_in_all * call.head_dim * queries.blocks(block) * block // 2
         share = max(-(-words // (16 * programs)) * 16, CLEARED.value)
@@ -409,9 +412,9 @@ def launch_row_values(
         clear.share,
         queries.heads,
         keys.heads,
-        queries.batch * queries.heads,
-        queries.tokens,
-        keys.tokens,
+        queries.heads_in_all,
+        queries.extent,
+        keys.extent,
         queries.total,
         keys.total,
         queries.blocks(block),

@@ -79,7 +79,8 @@ def launch_finish_gradients(
     dk = empty_like_rows(dk_out if k is None else k)
     q, k, dk_out = (x if x is None or fits_tma(x) else copy(empty_like_rows(x), x) for x in (q, k, dk_out))
     k_batch, k_tokens = (1, keys.total) if call.packed else (keys.batch, keys.tokens)
-    q_programs = queries.batch * max(queries.grid(tiles.tokens), 1) * -(-queries.heads // tiles.heads)
+    q_blocks, q_batch = max(queries.blocks(tiles.tokens), 1), 1 if call.packed else queries.batch
+    q_programs = q_batch * q_blocks * -(-queries.heads // tiles.heads)
     k_programs = k_batch * -(-keys.heads // tiles.heads) * -(-k_tokens // tiles.tokens)
 
     def shares(weight: Tensor | None, programs: int) -> Tensor | None:
@@ -90,7 +91,8 @@ def launch_finish_gradients(
     launch(
         kernel_of(source(head_dim, call.turned, dq.dtype, prologue, tiles), capability(call.device)),
         (q_programs + k_programs,),
-        summed, spread, largest, queries.cu_seqlens, queries.total, queries.blocks(tile.queries), tile.queries,
+        summed, spread, largest, queries.cu_seqlens, keys.cu_seqlens, queries.batch, q_blocks, queries.total,
+        queries.blocks(tile.queries), tile.queries,
         call.scale / dq_sum_scale(call) * RESTORED, q, *(none if q is None else queries.strides(q)), dq,
         *queries.strides(dq), saved.q_inverse_rms, prologue.q_weight, out.dq_weight,
         *tables_of(prologue.q_cos, prologue.q_sin), queries.heads, queries.tokens, q_programs, dk_out,

@@ -31,6 +31,7 @@ from sagebwd.kernels.common.tile import (
     LOG2_E,
     TINY,
     block_and_head,
+    in_sequence,
     padded_block,
     psi_scale,
     whose,
@@ -84,14 +85,16 @@ def int8_row_values_kernel(
     number, program = block_and_head(grid)
     clear_share(zeros, share)
     if program < programs:
+        number, program = in_sequence(number, program, heads, cu_seqlens, tokens, BLOCK, VARLEN)
         int8_row_values(
             do, o, lse, dlse, row_max, v_maxima, center, signs, value_signs, q, q_scale, cu_seqlens, rows, scales,
             spread, do_codes, do_t, q_t, number, program, heads, heads_k, tokens, total, blocks, head_dim, value_dim,
             values, TURNED, TURNED_V, VARLEN, BLOCK, BLOCK_D, BLOCK_V,
         )  # fmt: skip
     else:
+        number, program = in_sequence(number, program - programs, heads_k, cu_seqlens_k, tokens_k, BLOCK, VARLEN)
         k_amax(
-            k, k_scale, cu_seqlens_k, largest, number, program - programs, heads_k, tokens_k, total_k, head_dim,
+            k, k_scale, cu_seqlens_k, largest, number, program, heads_k, tokens_k, total_k, head_dim,
             VARLEN, BLOCK, BLOCK_D,
         )  # fmt: skip
 
@@ -136,7 +139,9 @@ def int8_row_values(
         x_int8 = codes_of(x, do_scale)
         store_codes(x_int8, do_codes, batch, head, start + first, local, inside, value_dim)
         y = turned_codes(out, value_signs, TURNED_V, value_dim, BLOCK_V) if TURNED_V else floats(out)  # O R
-        delta = delta_of_codes(x_int8, y, center + owner * BLOCK_V, BLOCK_V)  # rowsum(dO^ * (O - c) R), over s
+        delta = delta_of_codes(
+            x_int8, y, center + owner.to(tl.int64) * BLOCK_V, BLOCK_V
+        )  # rowsum(dO^ * (O - c) R), over s
 
         row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
         row_m = tl.load(row_max + row, mask=inside, other=float("-inf"))
@@ -195,7 +200,7 @@ def launch_int8_operands(
     `launch_channel_maxima` have them.
     """
     queries, keys, device, columns = call.queries, call.keys, v.device, call.value_dim
-    programs, pitch, turned_v = queries.batch * queries.heads, padded_head_dim(columns), sum(call.value_rotation)
+    pitch, turned_v = padded_head_dim(columns), sum(call.value_rotation)
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=device) if call.rotation else None
     v_int8, v_scale, center, value_signs = launch_centered_values(call, saved, v, v_maxima, signs)
     do_int8 = torch.empty((*do.shape[:-1], columns), dtype=torch.int8, device=device)
@@ -217,8 +222,8 @@ def launch_int8_operands(
         value_signs, Strided.of(saved.q_int8, queries), saved.q_scale, Strided.of(saved.k_int8, keys), saved.k_scale,
         queries.cu_seqlens, keys.cu_seqlens, values.planes, values.scales, values.spread,
         Strided.of(do_int8, queries), values.do_t, values.q_t, largest, clear.zeros, clear.share, queries.heads,
-        keys.heads, programs, queries.tokens, keys.tokens, queries.total, keys.total, queries.blocks(block),
-        clear.grid, value_dim=columns, values=call.columns[1], TURNED_V=turned_v, BLOCK_V=pitch,
+        keys.heads, queries.heads_in_all, queries.extent, keys.extent, queries.total, keys.total,
+        queries.blocks(block), clear.grid, value_dim=columns, values=call.columns[1], TURNED_V=turned_v, BLOCK_V=pitch,
         num_warps=ROW_WARPS * max(1, max(pitch, call.block_d) // 128), maxnreg=ROW_REGISTERS, **shape_of(call, block),
     )  # fmt: skip
     return Int8DpOperands(v_int8, v_scale, do_int8, values)

@@ -101,7 +101,7 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
     prologue = read_prologue(call.prologue, q.dtype)
     head_dim, with_norm, sampled = q.shape[-1], prologue.eps is not None, call.recipe.k_mean == "sample"
     q, k = (x if fits_tma(x) else copy(empty_like_rows(x), x) for x in (q, k))
-    all_heads = keys.batch * keys.heads
+    all_heads, owners = keys.heads_in_all, keys.batch * keys.heads
     out = Codes(
         torch.empty(q.shape, dtype=torch.int8, device=device),
         queries.per_token(device),
@@ -110,7 +110,7 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
             keys.per_token(device),
             keys.padded(SCALE_BLOCK, LANES.value, dtype=torch.float32, device=device),
             torch.empty(keys.batch, keys.heads, head_dim, dtype=torch.float32, device=device),
-            torch.empty(all_heads, dtype=torch.float32, device=device),
+            torch.empty(owners, dtype=torch.float32, device=device),
             torch.empty(1, dtype=torch.int32, device=device),
         ),
         queries.per_token(device) if with_norm else None,
@@ -122,6 +122,7 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
     # packed sequences of queries are one: their rows have nothing in common but places in cos and sin
     q_batch, q_tokens = (1, queries.total) if call.packed else (queries.batch, queries.tokens)
+    k_batch = 1 if call.packed else keys.batch
     eps = prologue.eps if with_norm else 0.0
     of_queries, of_keys = sources(head_dim, call.turned, q.dtype, prologue, tiles)
     arch = capability(call.device)
@@ -132,15 +133,15 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
         q, *queries.strides(q), out.q, *queries.strides(out.q), out.q_scale, out.q_inverse_rms, prologue.q_weight,
         *tables_of(prologue.q_cos, prologue.q_sin), queries.heads, q_tokens, k, *keys.strides(k), prologue.k_weight,
         *tables_of(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.largest_norm, keys.cu_seqlens,
-        keys.heads, keys.tokens, chunk, chunks, all_heads, int(sampled), eps,
+        keys.heads, keys.extent, chunk, chunks, all_heads, int(sampled), eps,
     )  # fmt: skip
     launch(
         kernel_of(of_keys, arch),
-        (max(keys.grid(SCALE_BLOCK), 1) * keys.batch * -(-keys.heads // tiles.k_heads),),
+        (max(keys.blocks(SCALE_BLOCK), 1) * k_batch * -(-keys.heads // tiles.k_heads),),
         k, *keys.strides(k), out.k.k, *keys.strides(out.k.k), out.k.k_scale, out.k.lane_scale, out.k_inverse_rms,
         prologue.k_weight, *tables_of(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.k_mean,
-        out.k.largest_norm, out.k.tiles_taken, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
-        keys.blocks(SCALE_BLOCK), chunks, all_heads, eps,
+        out.k.largest_norm, out.k.tiles_taken, keys.cu_seqlens, keys.heads, keys.extent, keys.total,
+        keys.blocks(SCALE_BLOCK), chunk, chunks, all_heads, eps,
     )  # fmt: skip
     return out
 

@@ -15,7 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
-from sagebwd.kernels.common.chunks import CHUNK, MOST_CHUNKS, TURNED_PROGRAMS, chunks_of
+from sagebwd.kernels.common.chunks import (
+    CHUNK,
+    MOST_CHUNKS,
+    blocks_apart,
+    chunk_range,
+    chunks_of,
+    chunks_of_sequence,
+    shared_blocks,
+    shares_of,
+    turned_share,
+)
 from sagebwd.kernels.common.rotation import (
     PIECE,
     ROUNDING,
@@ -31,8 +41,9 @@ from sagebwd.kernels.common.rotation import (
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of
 from sagebwd.kernels.common.tile import (
     abs_max,
-    block_and_head,
+    block_in_sequence,
     divide,
+    in_sequence,
     load_rows,
     padded_block,
     psi_scale,
@@ -52,6 +63,7 @@ TURNED_STAGES = 256
 BLOCK_AT, BLOCK_EVERY, SAMPLED_KEYS = map(tl.constexpr, (SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM))
 # Chunks as `chunks_of` has them where a quarter of the keys is summed up.
 SAMPLED_CHUNK, MOST_SAMPLED_CHUNKS = 1024, 16
+MOST_SUMMED, MOST_SAMPLED = tl.constexpr(MOST_CHUNKS), tl.constexpr(MOST_SAMPLED_CHUNKS)
 # V's: so many steps' loads are under way at a time.
 MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 
@@ -103,8 +115,9 @@ def sum_piece(
 ):  # fmt: skip
     """A program of `sum_keys_kernel`."""
     WIDTH: tl.constexpr = piece_width(head_dim, piece * PIECE)
-    batch_head = number // chunks
-    part = number % chunks
+    of_chunk = number // chunks
+    block = number % chunks
+    part, batch_head = in_sequence(block, of_chunk, heads, cu_seqlens, tokens, chunk, VARLEN)
     batch = batch_head // heads
     head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -114,11 +127,13 @@ def sum_piece(
     rows = head_of(k, batch, head)
     total = tl.zeros((BLOCK, WIDTH), tl.float32)
     kept = tl.zeros((BLOCK,), tl.float32)
-    begin, step = part * chunk, BLOCK
+    MOST: tl.constexpr = MOST_SAMPLED if SAMPLED else MOST_SUMMED
+    begin, end = chunk_range(part, chunk, length, MOST, VARLEN)
+    step = BLOCK
     if SAMPLED:
         begin += tl.where(length < SAMPLED_KEYS, 0, BLOCK_AT)
         step = tl.where(length < SAMPLED_KEYS, BLOCK, BLOCK_EVERY)
-    for first in range(begin, tl.minimum(part * chunk + chunk, length), step):
+    for first in range(begin, end, step):
         at = rows + (start + first).to(tl.int64) * pitch_of(k)
         tile = load_rows(at, local, columns, pitch_of(k), length - first, head_dim, False, EVEN).to(tl.float32)
         keep = first + local < length
@@ -127,11 +142,13 @@ def sum_piece(
             tile = tl.where(keep[:, None], tile, 0.0)
         total += tile
         kept += keep.to(tl.float32)
-    at = part * all_heads + batch_head
+    at = block * all_heads + of_chunk
     row = tl.sum(total, 0)
-    tl.store(sums + at * head_dim + columns, row, mask=columns < head_dim)
+    tl.store(sums + at.to(tl.int64) * head_dim + columns, row, mask=columns < head_dim)
     if TURNED:
-        tl.store(turned_sums + at * head_dim + columns, turned_row(row, TURNED, piece), mask=columns < head_dim)
+        tl.store(
+            turned_sums + at.to(tl.int64) * head_dim + columns, turned_row(row, TURNED, piece), mask=columns < head_dim
+        )
     if piece == 0:
         tl.store(counts + at, tl.sum(kept, 0))
         if part == 0:
@@ -142,25 +159,31 @@ def sum_piece(
 def key_codes_kernel(
     k, sums, turned_sums, counts, k_int8, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
     tokens, total, blocks, parts, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    VARLEN: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Quantize blocks of keys less their mean, a scale for each lane; sums and counts are `sum_keys_kernel`'s.
 
-    Of a head ``parts`` programs share the blocks: fewer where each makes R's signs. k, codes: `Strided`; codes have
-    COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so many channels, or 0.
-    largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics, as the order does
-    not matter.
+    Programs share the blocks of a head, ``parts`` of `shares_of`: fewer where each makes R's signs. k, codes:
+    `Strided`; codes have COLUMNS channels, zeros beyond k's. TURNED: keys less their mean are taken times R, of so
+    many channels, or 0. largest: int32, raised to the bits of what no norm of a head's keys as codes exceeds; atomics,
+    as the order does not matter.
     """
-    number, batch_head = block_and_head(parts)
+    number, batch_head = shared_blocks(parts, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
+    apart = blocks_apart(parts, length, BLOCK, VARLEN)
+    if VARLEN:  # noqa: SIM102, settled at compile time
+        if number >= apart:
+            return
     chunk = tl.arange(0, CHUNKS)
-    at = chunk * all_heads + batch_head
+    first_chunk, chunks = chunks_of_sequence(LEAST, chunks, cu_seqlens, batch, CHUNKS, VARLEN)
+    at = (first_chunk + chunk) * all_heads + (head if VARLEN else batch_head)
     count = tl.sum(tl.load(counts + at, mask=chunk < chunks, other=0), 0)
     mu = means(sums, at, count, chunk < chunks, head_dim, COLUMNS)
     if number == 0:
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.store(mean + batch_head * head_dim + columns, mu[piece], mask=columns < head_dim)
+            tl.store(mean + batch_head.to(tl.int64) * head_dim + columns, mu[piece], mask=columns < head_dim)
         if batch_head == 0:
             tl.store(taken, 0)
     if TURNED:
@@ -170,7 +193,7 @@ def key_codes_kernel(
     if VARLEN:  # a forward reads the scales of one block of a sequence without keys too
         last = tl.maximum(last, 1)
     if TURNED:
-        for i in tl.range(number, last, parts, num_stages=STAGES):
+        for i in tl.range(number, last, apart, num_stages=STAGES):
             store_quantized(
                 k, mu, rotation, k_int8, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
                 length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
@@ -195,7 +218,7 @@ def means(sums, at, count, there, head_dim: tl.constexpr, COLUMNS: tl.constexpr)
 def mean_of(sums, at, count, there, FIRST: tl.constexpr, head_dim: tl.constexpr, WIDTH: tl.constexpr):
     """Of WIDTH channels from FIRST on."""
     columns = FIRST + tl.arange(0, WIDTH)
-    at = at[:, None] * head_dim + columns[None, :]
+    at = at.to(tl.int64)[:, None] * head_dim + columns[None, :]
     there = there[:, None] & (columns < head_dim)[None, :]
     return tl.sum(tl.load(sums + at, mask=there, other=0), 0) / tl.maximum(count, 1.0)
 
@@ -286,8 +309,7 @@ def channel_maxima_kernel(
     if signs is not None:  # noqa: SIM102, settled at compile time
         if tl.program_id(0) == 0:
             store_signs(signs, TURNED, TURNED_D)
-    batch_head = tl.program_id(0) // chunks
-    part = tl.program_id(0) % chunks
+    part, batch_head = block_in_sequence(chunks, heads, cu_seqlens, tokens, chunk, VARLEN)
     batch = batch_head // heads
     head = batch_head % heads
     start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
@@ -295,7 +317,8 @@ def channel_maxima_kernel(
     local = tl.arange(0, BLOCK)
     rows = head_of(v, batch, head)
     largest = tl.zeros((BLOCK, BLOCK_D), tl.int32)
-    for first in tl.range(part * chunk, tl.minimum(part * chunk + chunk, length), BLOCK, num_stages=STAGES):
+    begin, end = chunk_range(part, chunk, length, MOST_SUMMED, VARLEN)
+    for first in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = rows + (start + first).to(tl.int64) * pitch_of(v)
         tile = load_rows(at, local, columns, pitch_of(v), length - first, head_dim, False, head_dim == BLOCK_D)
         if copy is not None:
@@ -307,8 +330,8 @@ def channel_maxima_kernel(
             keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=keep, other=0) != 0)
             tile = tl.where(keep[:, None], tile, 0.0)
         largest = tl.maximum(largest, tl.abs(tile).to(tl.int32, bitcast=True))
-    if part * chunk < length:
-        at = maxima + batch_head * head_dim + columns
+    if begin < length:
+        at = maxima + batch_head.to(tl.int64) * head_dim + columns
         tl.atomic_max(at, tl.max(largest, 0), mask=columns < head_dim, sem="relaxed")
 
 
@@ -321,13 +344,13 @@ def launch_channel_maxima(
     Of the tokens that count; v: (B, H, N, D) or packed. signs, copy: see `channel_maxima_kernel`; R is of ``turned``
     channels.
     """
-    head_dim, all_heads = v.shape[-1], keys.batch * keys.heads
+    head_dim = v.shape[-1]
     chunk, chunks = chunks_of(keys)
     launch(
         channel_maxima_kernel,
-        (chunks * all_heads,),
+        (chunks * keys.heads_in_all,),
         maxima, signs, None if copy is None else Strided.of(copy, keys), key_mask, keys.cu_seqlens,
-        Strided.of(v, keys), keys.heads, keys.tokens, chunk, chunks,
+        Strided.of(v, keys), keys.heads, keys.extent, chunk, chunks,
         head_dim=head_dim, TURNED=turned, TURNED_D=0 if signs is None else signs.shape[0],
         VARLEN=keys.cu_seqlens is not None, BLOCK_D=padded_head_dim(head_dim), **MAXIMA,
     )  # fmt: skip
@@ -355,7 +378,7 @@ def launch_quantize_k(
     k_sampled = k_sampled and key_mask is None
     most = MOST_SAMPLED_CHUNKS if k_sampled else MOST_CHUNKS
     chunk, chunks = chunks_of(keys, SAMPLED_CHUNK if k_sampled else CHUNK, most)
-    all_heads = keys.batch * keys.heads
+    all_heads = keys.heads_in_all
     sums = torch.empty(chunks, all_heads, head_dim, dtype=torch.float32, device=device)
     turned_sums = torch.empty_like(sums) if turned else None
     counts = torch.empty(chunks, all_heads, dtype=torch.float32, device=device)
@@ -365,19 +388,19 @@ def launch_quantize_k(
     launch(
         sum_keys_kernel,
         ((2 if head_dim > PIECE.value else 1) * chunks * all_heads,),
-        Strided.of(k, keys), sums, turned_sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.tokens,
+        Strided.of(k, keys), sums, turned_sums, counts, largest, key_mask, keys.cu_seqlens, keys.heads, keys.extent,
         chunk, chunks, all_heads, SAMPLED=k_sampled, BLOCK=STEP, num_warps=WARPS, **shape,
     )  # fmt: skip
-    parts = max(keys.grid(block_k), 1)  # without a key too: the forward reads what it writes of a sequence
     block_d = padded_head_dim(columns)
-    if turned:
-        parts = -(-parts // max(1, parts * all_heads * block_d // TURNED_PROGRAMS))
+    # a program of each sequence, without a key too: the forward reads what it writes
+    programs, parts = shares_of(keys, block_k, turned_share(keys, block_k, block_d) if turned else 1)
     launch(
         key_codes_kernel,
-        (parts * all_heads,),
+        (programs,),
         Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
-        out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.tokens, keys.total,
-        keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k, CHUNKS=most,
+        out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.extent, keys.total,
+        keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k,
+        LEAST=SAMPLED_CHUNK if k_sampled else CHUNK, CHUNKS=most,
         STAGES=max(2, TURNED_STAGES // block_d), COLUMNS=columns, num_warps=WARPS * max(1, block_d // 128), **shape,
     )  # fmt: skip
     return out

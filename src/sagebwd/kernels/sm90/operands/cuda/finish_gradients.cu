@@ -32,13 +32,14 @@ struct Side {
   float* share;
   const u8 *cos, *sin;
   i64 table_batch, table_token;
-  int heads, tokens;
+  int heads, tokens, blocks, sequences;  // of packed ones: blocks of TOKENS in a padded layout, and how many they are
 };
 // What dQ is made of: sums (heads, D, blocks * block), spread, a factor a query, largest, bits of each key head's K.
 struct Sums {
   const u16* at;
   const float* spread;
   const int *largest, *cu_seqlens;
+  const int* cu_seqlens_k;
   i64 total, blocks, block;
   int heads_k;
   float scale;
@@ -48,6 +49,12 @@ struct Sums {
 DEVICE float float8_scale(int bits) {
   const int exponent = max((bits + 0x1FFFFF) >> 23, 16);
   return as_float(bits >= 0x7F800000 ? 0x7FC00000 : (exponent - 8) << 23);
+}
+
+// 1 over the scale of the sums of a packed sequence of so many keys (`sum_scale_of_length` in bwd_postprocess.py).
+DEVICE float sum_scale_undone(int keys) {
+  const int bits = (int)(as_word((float)max(keys - 1, 0)) >> 23) - 126;
+  return as_float((130 + max(bits, 0)) << 23);
 }
 
 // Copy a tile of rows `pitch` apart, zeros from row `left` on; at: of the thread's first piece.
@@ -134,12 +141,16 @@ DEVICE void finish_token(float z[2][J][8], const u32* x, int token, const float*
 template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& sums, const Tensor& dk, int program) {
   const Lane lane;
   const u32 base = shared_base();
-  const int groups = (side.heads + HEADS - 1) / HEADS, grid = max((side.tokens + TOKENS - 1) / TOKENS, 1);
-  const int batch = program / (groups * grid), first = program / groups % grid * TOKENS;
-  const int begin = program % groups * HEADS, end = min(begin + HEADS, side.heads);
   // packed keys are one sequence: they have nothing in common but places in cos and sin
-  const Sequence rows(QUERIES ? sums.cu_seqlens : nullptr, batch, side.tokens);
-  const int start = rows.start + first, left = rows.length - first;
+  const int* offsets = QUERIES ? sums.cu_seqlens : nullptr;
+  const int groups = (side.heads + HEADS - 1) / HEADS, grid = offsets ? side.blocks : max((side.tokens + TOKENS - 1) / TOKENS, 1);
+  const Place place(program / groups % grid, program / (groups * grid), offsets, side.sequences, 1, TOKENS);
+  const int batch = place.batch, first = place.number * TOKENS;
+  const int begin = program % groups * HEADS, end = min(begin + HEADS, side.heads);
+  const Sequence rows(offsets, batch, side.tokens);
+  // rows behind the last offset, where shapes are fixed, are nobody's and may be anything
+  const int length = !QUERIES && sums.cu_seqlens_k ? sums.cu_seqlens_k[side.sequences] : rows.length;
+  const int start = rows.start + first, left = length - first;
   if (left <= 0) {
 #pragma unroll 1
     for (int i = threadIdx.x; side.share && i < D; i += THREADS) side.share[(i64)program * D + i] = 0;
@@ -171,7 +182,7 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
     commit_copies();
   };
   // values by token, loaded while the heads before are computed
-  i64 place = z * (QUERIES ? sums.total : side.tokens) + start + row;
+  i64 row_at = z * (QUERIES ? sums.total : side.tokens) + start + row;
   const int group = QUERIES ? side.heads / sums.heads_k : 1;
   int owner = batch * sums.heads_k + begin / group, in_group = begin % group, loaded = begin;
   float spread[2] = {0, 0}, r[2] = {0, 0};
@@ -179,14 +190,14 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
   auto load_heads = [&]() {
     UNROLL for (int n = 0; n < 2; n++) {
       const bool there = inside && loaded < end;
-      if (QUERIES) spread[n] = there ? sums.spread[place] : 0.0f;
-      if (NORM) r[n] = there ? side.inverse_rms[place] : 0.0f;
+      if (QUERIES) spread[n] = there ? sums.spread[row_at] : 0.0f;
+      if (NORM) r[n] = there ? side.inverse_rms[row_at] : 0.0f;
       if (QUERIES) largest[n] = loaded < end ? sums.largest[owner] : 0;
       if (++in_group == group) {
         in_group = 0;
         owner++;
       }
-      place += QUERIES ? sums.total : side.tokens;
+      row_at += QUERIES ? sums.total : side.tokens;
       loaded++;
     }
   };
@@ -195,6 +206,7 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
   load_heads();
   share_weights(base + WEIGHTS_AT, side.weight);
   const Signs<true> signs(lane);
+  const float scale = sums.scale * (QUERIES && sums.cu_seqlens_k ? sum_scale_undone(Sequence(sums.cu_seqlens_k, batch, 0).length) : 1.0f);
   u16* dx = side.dx.row(batch, begin, start + row);
   const i64 angles = batch * side.table_batch + (start + min(row, left - 1)) * side.table_token;
   float dw[J][8];
@@ -204,7 +216,7 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
     wait_for_copies<STAGES - 2>();
     __syncthreads();  // what all copied is there, and nobody reads the tiles that are copied next
     copy_heads();
-    const float r_now[2] = {r[0], r[1]}, root = sums.scale * (TURNED ? ROOT : 1.0f);
+    const float r_now[2] = {r[0], r[1]}, root = scale * (TURNED ? ROOT : 1.0f);
     const float factor[2] = {spread[0] * (float8_scale(largest[0]) * root), spread[1] * (float8_scale(largest[1]) * root)};
     if (head + 2 < end) load_heads();
     const u32 tile = base + STAGES_AT + (head - begin) / 2 % STAGES * STAGE;
@@ -262,20 +274,21 @@ template <bool QUERIES> DEVICE void finish_rows(const Side& side, const Sums& su
 
 // q_programs of queries, then those of keys. sums, spread, largest: `Sums`; q, dq, dk_out, k, dk by their strides, cos and
 // sin by bytes between sequences and tokens, which lie alike; inverse_rms: 1 / rms of rows; shares (programs, D).
-KERNEL finish_gradients(const u16* sums, const float* spread, const int* largest, const int* cu_seqlens, i64 total, i64 blocks, i64 block, float scale,
+KERNEL finish_gradients(const u16* sums, const float* spread, const int* largest, const int* cu_seqlens, const int* cu_seqlens_k, i64 sequences, i64 q_blocks, i64 total,
+                        i64 blocks, i64 block, float scale,
                         u16* q, i64 q_batch, i64 q_head, i64 q_token, u16* dq, i64 dq_batch, i64 dq_head, i64 dq_token,
                         const float* q_inverse_rms, const void* q_weight, float* q_share, const u8* q_cos, const u8* q_sin, i64 q_table_batch,
                         i64 q_table_token, i64 heads, i64 tokens, i64 q_programs, u16* dk_out, i64 dk_out_batch, i64 dk_out_head, i64 dk_out_token,
                         u16* k, i64 k_batch, i64 k_head, i64 k_token, u16* dk, i64 dk_batch, i64 dk_head, i64 dk_token,
                         const float* k_inverse_rms, const void* k_weight, float* k_share, const u8* k_cos, const u8* k_sin, i64 k_table_batch,
                         i64 k_table_token, i64 heads_k, i64 tokens_k) {
-  const Sums of_queries = {sums, spread, largest, cu_seqlens, total, blocks, block, (int)heads_k, scale};
+  const Sums of_queries = {sums, spread, largest, cu_seqlens, cu_seqlens_k, total, blocks, block, (int)heads_k, scale};
   const Tensor of_keys = {dk_out, dk_out_batch, dk_out_head, dk_out_token};
   if (blockIdx.x < (int)q_programs) {
-    const Side queries = {{q, q_batch, q_head, q_token}, {dq, dq_batch, dq_head, dq_token}, q_inverse_rms, q_weight, q_share, q_cos, q_sin, q_table_batch, q_table_token, (int)heads, (int)tokens};
+    const Side queries = {{q, q_batch, q_head, q_token}, {dq, dq_batch, dq_head, dq_token}, q_inverse_rms, q_weight, q_share, q_cos, q_sin, q_table_batch, q_table_token, (int)heads, (int)tokens, (int)q_blocks, (int)sequences};
     finish_rows<true>(queries, of_queries, of_keys, blockIdx.x);
   } else {
-    const Side keys = {{k, k_batch, k_head, k_token}, {dk, dk_batch, dk_head, dk_token}, k_inverse_rms, k_weight, k_share, k_cos, k_sin, k_table_batch, k_table_token, (int)heads_k, (int)tokens_k};
+    const Side keys = {{k, k_batch, k_head, k_token}, {dk, dk_batch, dk_head, dk_token}, k_inverse_rms, k_weight, k_share, k_cos, k_sin, k_table_batch, k_table_token, (int)heads_k, (int)tokens_k, 0, (int)sequences};
     finish_rows<false>(keys, of_queries, of_keys, blockIdx.x - (int)q_programs);
   }
 }

@@ -1,7 +1,6 @@
 // Codes of K of what projections wrote, less its mean of the sums that query_codes.cu left.
 
 constexpr int KEYS = 128, LANES = 4;  // of a block; a scale is of the keys 8 i + 2 lane + b of it
-constexpr int MOST_CHUNKS = 16;
 constexpr u32 WEIGHTS_AT = 0, MEANS_AT = D * 4, LARGEST_MEAN_AT = MEANS_AT + HEADS * D * 4, FOUND_AT = LARGEST_MEAN_AT + HEADS * 4;
 constexpr u32 FOUND = WARPS * (LANES + 1) * 4;  // bytes of what warps tell each other, twice: of one head and the next
 static_assert(WARPS * 16 == KEYS, "a thread has two keys of a block");
@@ -20,11 +19,13 @@ DEVICE void add_four(float* sum, const float* at) {
 KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, i64 codes_batch, i64 codes_head, i64 codes_token,
                  float* scales, float* lane_scales, float* inverse_rms, const void* weight, const u8* cos, const u8* sin, i64 table_batch,
                  i64 table_token, const float* sums, const float* turned_sums, const float* counts, float* mean, float* largest, int* taken,
-                 const int* cu_seqlens, i64 heads, i64 tokens, i64 total, i64 blocks, i64 chunks, i64 all_heads, float eps) {
+                 const int* cu_seqlens, i64 heads, i64 tokens, i64 total, i64 blocks, i64 chunk, i64 chunks, i64 all_heads, float eps) {
   const Lane lane;
   const u32 base = shared_base();
-  const int groups = ((int)heads + HEADS - 1) / HEADS, grid = max(((int)tokens + KEYS - 1) / KEYS, 1), program = blockIdx.x;
-  const int batch = program / (groups * grid), block = program / groups % grid, first = program % groups * HEADS, last = min(first + HEADS, (int)heads);
+  const int groups = ((int)heads + HEADS - 1) / HEADS, program = blockIdx.x, grid = cu_seqlens ? (int)blocks : max(((int)tokens + KEYS - 1) / KEYS, 1);
+  const int first = program % groups * HEADS, last = min(first + HEADS, (int)heads);
+  const Place place(program / groups % grid, program / (groups * grid), cu_seqlens, (int)tokens, 1, KEYS);
+  const int batch = place.batch, block = place.number;
   const Sequence keys(cu_seqlens, batch, (int)tokens);
   // a forward reads the scales of one block of a sequence without keys too
   if (block >= max((keys.length + KEYS - 1) / KEYS, 1)) return;
@@ -37,6 +38,11 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
   const u16* rows = k + batch * k_batch;
   UNROLL for (int n = 0; n < 2; n++) prefetch_row(rows + first * k_head + token[n] * k_token, lane.t);
 
+  const int first_chunk = keys.padded(cu_seqlens, batch, (int)chunk);
+  if (cu_seqlens) {
+    const int size = its_chunk(cu_seqlens, (int)chunk, keys.length);
+    chunks = (keys.length + size - 1) / size;
+  }
   share_weights(base + WEIGHTS_AT, weight);
   if (threadIdx.x < HEADS) store_shared(base + LARGEST_MEAN_AT + threadIdx.x * 4, 0);
   __syncthreads();
@@ -44,14 +50,14 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
     const int owner = batch * (int)heads + first + i / D, channel = i % D;
     float count = 0, sum[4] = {0, 0, 0, 0}, turned[4] = {0, 0, 0, 0};
     for (int n = 0; n < chunks; n++) {
-      const i64 at = n * all_heads + owner;
+      const i64 at = (first_chunk + n) * all_heads + (cu_seqlens ? first + i / D : owner);
       count += counts[at];
       if (!TURNED || block == 0) add_four(sum, sums + at * D + channel);
       if (TURNED) add_four(turned, turned_sums + at * D + channel);
     }
     count = fmaxf(count, 1.0f);
     UNROLL for (int c = 0; c < 4; c++) {
-      if (block == 0) mean[owner * D + channel + c] = sum[c] / count;
+      if (block == 0) mean[(i64)owner * D + channel + c] = sum[c] / count;
       const float mu = (TURNED ? turned[c] : sum[c]) / count;
       store_shared(base + MEANS_AT + (i + c) * 4, as_word(mu));
       max_shared(base + LARGEST_MEAN_AT + i / D * 4, fabsf(mu));

@@ -67,15 +67,18 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
   int program = blockIdx.x;
   const int of_keys = (int)(chunks * all_heads_k);
   if (program < of_keys) {  // they take longest
-    const int owner = program / (int)chunks, part = program % (int)chunks, batch = owner / (int)heads_k, head = owner % (int)heads_k;
+    const int of_head = program / (int)chunks, block = program % (int)chunks;
+    const Place place(block, of_head, cu_seqlens_k, (int)tokens_k, (int)heads_k, (int)chunk);
+    const int owner = place.owner, batch = place.batch, head = place.head;
     const Sequence keys(cu_seqlens_k, batch, (int)tokens_k);
     share_weights(shared_base() + WEIGHTS_AT, k_weight);
     __syncthreads();
-    const i64 table = batch * k_table_batch + keys.start * k_table_token, at = part * all_heads_k + owner;
-    const int begin = part * (int)chunk;
+    const i64 table = batch * k_table_batch + keys.start * k_table_token, at = block * all_heads_k + of_head;
+    const int size = its_chunk(cu_seqlens_k, (int)chunk, keys.length);
+    const int begin = min(place.number, (keys.length + size - 1) / size) * size;
     sum_keys(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_cos + table, k_sin + table, k_table_token, eps,
-             sampled && keys.length >= SAMPLED_FROM, begin, min(begin + (int)chunk, keys.length), sums + at * D, turned_sums + at * D, counts + at);
-    if (part == 0 && threadIdx.x == 0) largest[owner] = 0;
+             sampled && keys.length >= SAMPLED_FROM, begin, min(begin + size, keys.length), sums + at * D, turned_sums + at * D, counts + at);
+    if (place.number == 0 && threadIdx.x == 0) largest[owner] = 0;
     return;
   }
   program -= of_keys;

@@ -10,6 +10,15 @@ constexpr int J = D / 32;  // chunks of 8 channels of a thread
 constexpr float ROOT = D == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(D)
 static_assert(TURNED == 0 || TURNED == D, "R is of all channels");
 
+// Chunks of keys of a packed sequence: of `chunk` tokens, or of as many more as leave no more than MOST_CHUNKS. They lie
+// as blocks of `chunk` in a padded layout (`its_chunk` in kernels/common/chunks.py).
+constexpr int MOST_CHUNKS = 16;
+DEVICE int its_chunk(const int* cu_seqlens, int chunk, int length) {
+  const int wanted = (length + MOST_CHUNKS - 1) / MOST_CHUNKS;
+  while (cu_seqlens && chunk < wanted) chunk *= 2;
+  return chunk;
+}
+
 // A thread's place: of four threads, and the row of 8.
 struct Lane {
   int t, g, warp;

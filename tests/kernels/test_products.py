@@ -1,0 +1,133 @@
+"""Products of sizes in kernels: of 64 bits, or one of those here that stay below 2^31.
+
+Regression: `3 * planes` of sums of V wrapped from 7.16e8 numbers on, and was written in front of its memory.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagebwd.call import Packing
+
+ROOT = Path(__file__).parents[2] / "src/sagebwd"
+FOLDERS = ("kernels",)
+# Arguments and variables that grow with a call.
+SIZES = {
+    "all_heads", "apart", "at", "batch", "batch_head", "blocks", "blocks_k", "blocks_q", "chunk", "chunks", "grid",
+    "grid_q", "group", "heads", "heads_at_once", "heads_in_all", "heads_k", "of_head", "owner", "parts", "pitch",
+    "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q", "total",
+    "total_k", "total_q",
+}  # fmt: skip
+# Of 64 bits wherever they are made: a head among per-token values (`whose`, `heads_of`), and what follows from it.
+WIDE = {"z", "z_q", "z_k", "planes"}
+FLOATS = {"LOG2_E", "float8_scale"}
+POSITION = "tokens of one head, or a place among them"
+COUNT = "heads over the batch, chunks or programs of one launch: each has more than a number of memory"
+ONE_HEAD = "numbers of one head, of which `Packing.padded` allows fewer than 2^31"
+FIRST_CHUNKS = "numbers of a sequence's chunks, a 256th of K's"
+ROW = "a row of a matrix for TMA, whose coordinates have 32 bits; a row has 64 channels or more"
+NARROW = {
+    "part * chunk": POSITION,
+    "BLOCK * parts": POSITION,
+    "blocks * BLOCK": POSITION,
+    "sizes.blocks_q * BLOCK_Q": POSITION,
+    "program // groups % blocks * BLOCK": POSITION,
+    "chunk * CHUNK": POSITION,
+    "(padded_block(start, batch, BLOCK, VARLEN) + number) * BLOCK": POSITION,
+    "key_block(tile_index, number, programs, IN_ORDER) * (CONSUMERS * ROWS)": POSITION,
+    "key_block(tile_index, number, programs, IN_ORDER and (not VARLEN)) * (CONSUMERS * ROWS)": POSITION,
+    "program % groups * HEADS": COUNT,
+    "part * all_heads": COUNT,
+    "block * all_heads": COUNT,
+    "chunks * group": COUNT,
+    "groups * blocks": COUNT,
+    "blocks_q * STEPS": COUNT,
+    "head_k * group": COUNT,
+    "(first_chunk + number // group) * all_heads": COUNT,
+    "(first_chunk + chunk) * all_heads": COUNT,
+    "(head if VARLEN else batch_head) * group": COUNT,
+    "batch * heads": COUNT,
+    "batch * heads_k": COUNT,
+    "batch * (heads // dp.group)": COUNT,
+    "work_tile.batch * (heads // group)": COUNT,
+    "work_tile.batch * sizes.heads_k": COUNT,
+    "work_tile.batch * sizes.heads_k * sizes.group": COUNT,
+    "work_tile.head * group": COUNT,
+    "work_tile.head * sizes.group": COUNT,
+    "(end - begin) * heads": COUNT,
+    "program // (sizes.programs * sizes.heads_at_once) * sizes.heads_at_once": COUNT,
+    "first * sizes.programs": COUNT,
+    "tile_index * programs": COUNT,
+    "program * SPLIT_FIELDS": COUNT,
+    "batch * FIRST": COUNT,
+    "batch * first_keys.COUNT": COUNT,
+    "(row // BLOCK_D * blocks_q + block_0 + block) * CONSUMERS": COUNT,
+    "all_heads * head_dim": FIRST_CHUNKS,
+    "heads * head_dim": FIRST_CHUNKS,
+    "rows[:, None] * apart": FIRST_CHUNKS,
+    "columns[:, None] * pitch": ONE_HEAD,
+    "columns[None, :] * pitch": ONE_HEAD,
+    "rows[:, None] * pitch": "a block of tokens, 2^24 numbers apart at most",
+    "at * 4": "of 64 bits: after a head's z",
+    "batch * sparse.batch": "of a mask's lists, which are of 128 tokens and more an entry",
+    "work_tile.batch * q_b": ROW,
+    "work_tile.batch * do_b": ROW,
+    "work_tile.batch * of_batch": ROW,
+    "work_tile.head * of_head": ROW,
+    "last_row * pitch": ROW,
+    "to_row * pitch": ROW,
+    "(last_head * blocks_q + block_0 + gl.maximum(last_block, 1)) * BLOCK_Q": ROW,
+    "(to_head * blocks_q + block_0 + to_block) * BLOCK_Q": ROW,
+    "(work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k": ROW,
+}
+
+
+def _products(function: ast.FunctionDef) -> Iterator[ast.BinOp]:
+    """The largest products of a function."""
+    inner = set()
+    for node in ast.walk(function):  # breadth first
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            if node not in inner:
+                yield node
+            inner |= {x for x in ast.walk(node) if isinstance(x, ast.BinOp)}
+
+
+def _is_narrow(product: ast.BinOp) -> bool:
+    """Whether a product has a size in it and nothing of 64 bits."""
+    nodes = list(ast.walk(product))
+    names = {x.id for x in nodes if isinstance(x, ast.Name)} | {x.attr for x in nodes if isinstance(x, ast.Attribute)}
+    is_zero = any(isinstance(x, ast.Constant) and x.value == 0 for x in nodes)
+    return bool(names & SIZES) and not names & (WIDE | FLOATS | {"int64", "float32"}) and not is_zero
+
+
+def narrow() -> set[str]:
+    found = set()
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                jitted = isinstance(node, ast.FunctionDef) and any(
+                    "jit" in ast.unparse(x) for x in node.decorator_list
+                )
+                if jitted:
+                    found |= {ast.unparse(x) for x in _products(node) if _is_narrow(x)}
+    return found
+
+
+def test_products_of_sizes_have_64_bits_or_are_known_to_be_small():
+    assert sorted(narrow() - set(NARROW)) == [], "cast a factor by .to(tl.int64), or say why it is small"
+
+
+def test_what_is_said_of_products_is_of_some():
+    assert sorted(set(NARROW) - narrow()) == []
+
+
+def test_a_head_of_too_many_numbers_is_refused():
+    packing = Packing(1, 1, 1 << 24, 1 << 24, None)
+    with pytest.raises(NotImplementedError, match=r"16777216 tokens of 128 channels"):
+        packing.padded(64, 64 * 128, dtype=torch.int8, device=torch.device("meta"))
+    packing.padded(64, 64 * 64, dtype=torch.int8, device=torch.device("meta"))
