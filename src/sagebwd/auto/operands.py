@@ -2,13 +2,17 @@
 
 On a GPU torch's cuDNN gives NaN or numbers of 1e17 where q, k or v has rows that begin at no multiple of 16 bytes, and
 its FlashAttention-2 raises (torch 2.11, H200); a peer may refuse them. So they are copied, and so is dO on its way
-back. Kernels that take the maximum of scores before they scale them overflow under a scale below 0, and under a mask
-0 times -inf is NaN, on a CPU too. So Q takes the sign: -Q and a scale of 1 are Q and a scale of -1, bit for bit.
+back. Torch keeps cuDNN's plan of a backward for the strides of q, k and v alone: where those of dO are others than
+when the plan was made, gradients are wrong (torch 2.11, H200). So dO gets O's, but in a trace, whose strides stay.
+
+Kernels that take the maximum of scores before they scale them overflow under a scale below 0, and under a mask 0 times
+-inf is NaN, on a CPU too. So Q takes the sign: -Q and a scale of 1 are Q and a scale of -1, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,14 +92,21 @@ def placed(run: Callable[..., Tensor], query: Tensor, value: Tensor, factor: flo
             query, key, value = (in_place(x) if is_looked_at(x) else x for x in (query, key, value))
         out = run(query, key, value, *rest)
         if out.grad_fn is not None:
-            out.grad_fn.register_prehook(_all_in_place)  # dO
+            out.grad_fn.register_prehook(partial(_all_as_output, out.stride()))  # dO
         return out
 
     return given
 
 
-def _all_in_place(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(x if x is None or not is_looked_at(x) else in_place(x) for x in gradients)
+def _all_as_output(strides: tuple[int, ...], gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(x if x is None or not is_looked_at(x) else as_output(x, strides) for x in gradients)
+
+
+def as_output(do: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """dO in place, with the strides of O, which was allocated for it alone."""
+    if do.stride() != strides:
+        do = torch.empty_strided(do.shape, strides, dtype=do.dtype, device=do.device).copy_(do)
+    return in_place(do)
 
 
 def traced(

@@ -163,7 +163,10 @@ class States(NamedTuple):
 
 class Asked(NamedTuple):
     """A trace as kernels take it: tables, sizes and strides (`MOST_DIMENSIONS` of each table), numbers, none of them
-    empty, and room for values along an axis of each head, ``longest`` each and ``stride_value`` apart."""
+    empty, and room for values along an axis of each head, ``longest`` each and ``stride_value`` apart.
+
+    Integers in tuples are doubled: of a 1 Triton makes a constant, and Triton 3.6 then mixes up what is beside it.
+    """
 
     tables: tuple[Tensor, ...]
     sizes: tuple[int, ...]
@@ -178,12 +181,13 @@ def _asked(trace: Trace, found: Tiles, longest: int) -> Asked:
     given = found.given
     tables = tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in trace.tables) or (given,)
     sizes, strides = (
-        tuple(n for x in tables for n in (*way(x), *(0,) * (MOST_DIMENSIONS - x.dim())))
+        tuple(2 * n for x in tables for n in (*way(x), *(0,) * (MOST_DIMENSIONS - x.dim())))
         for way in (Tensor.size, Tensor.stride)
     )
     heads = given.shape[0] * given.shape[1]
     along = torch.empty(max(1, len(crossings(trace.text))), heads, longest, dtype=torch.int64, device=given.device)
-    return Asked(tables, sizes, strides, trace.numbers or (0,), along, along.stride(0), longest)
+    numbers = tuple(2 * n if isinstance(n, int) else n for n in trace.numbers) or (0,)
+    return Asked(tables, sizes, strides, numbers, along, along.stride(0), longest)
 
 
 def _pieces(sizes: tuple[int, int]) -> dict[str, int]:

@@ -87,7 +87,7 @@ def _crossing(text, place):
 def store_along(TEXT: tl.constexpr, AXIS: tl.constexpr, asked, of_head, batch, head, at, there):
     """Store values along an axis, ``"q"`` or ``"k"``, at some tokens of a head.
 
-    asked: tables, their sizes and strides, numbers, and where values go. batch, head, at: int64.
+    asked: tables, their sizes and strides, numbers, all integers doubled, and where values go. batch, head, at: int64.
     """
     values = (batch, head, at, at)
     along = asked.along + of_head.to(tl.int64) * asked.longest + at
@@ -142,7 +142,10 @@ def _value(TEXT: tl.constexpr, STEP: tl.constexpr, values, asked):
     DTYPE: tl.constexpr = _dtype(TEXT, STEP)
     FIRST: tl.constexpr = _first(TEXT, STEP)
     if NAME == "number":
-        return _to(tl.full((), asked.numbers[FIRST], tl.float64 if DTYPE.is_floating() else tl.int64), DTYPE)
+        if DTYPE.is_floating():
+            return tl.full((), asked.numbers[FIRST], tl.float64).to(DTYPE)
+        else:
+            return _to(tl.full((), asked.numbers[FIRST], tl.int64) // 2, DTYPE)
     elif NAME == "load":
         return _loaded(TEXT, STEP, values, asked, DTYPE)
     elif NAME == "to":
@@ -211,10 +214,10 @@ def _loaded(TEXT: tl.constexpr, STEP: tl.constexpr, values, asked, DTYPE: tl.con
     at = tl.full((), 0, tl.int64)
     there = at == 0
     for dim in tl.static_range(_places(TEXT, STEP)):
-        place, size = values[_place(TEXT, STEP, dim)], asked.sizes[TABLE * MOST_DIMENSIONS + dim]
+        place, size = values[_place(TEXT, STEP, dim)], asked.sizes[TABLE * MOST_DIMENSIONS + dim] // 2
         place = tl.where(place < 0, place + size, place)
         there = there & (place >= 0) & (place < size)
-        at = at + place * asked.strides[TABLE * MOST_DIMENSIONS + dim]
+        at = at + place * (asked.strides[TABLE * MOST_DIMENSIONS + dim] // 2)
     return _to(tl.load(asked.tables[TABLE] + at, mask=there, other=0), DTYPE)
 
 

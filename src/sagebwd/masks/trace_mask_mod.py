@@ -197,7 +197,7 @@ class _Tracer(TorchFunctionMode):
             return x if x.dtype == dtype else self.step("to", dtype, [x], dtype)
         if isinstance(x, float) != dtype.is_floating_point and not isinstance(x, bool):
             raise Untraceable("a number of another kind")
-        if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        if isinstance(x, int) and not -(2**62) <= x < 2**62:
             raise Untraceable("a large number")
         self.numbers.append(int(x) if isinstance(x, bool) else x)
         return self.step("number", dtype, [], dtype, len(self.numbers) - 1)
