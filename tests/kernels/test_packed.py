@@ -128,11 +128,11 @@ def test_sinks_too(monkeypatch):
     assert found.bytes == 4 * blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])  # Triton 3.6 compiles it for no 1, as it does the package's kernels
 def _places(offsets, sequences, blocks, found, BLOCK: tl.constexpr):
     number, sequence = block_in_sequence(blocks, 1, offsets, sequences, BLOCK, True)
-    pair = tl.arange(0, 2)  # of a scalar that is a constant Triton 3.6 compiles no store
-    tl.store(found + 2 * tl.program_id(0) + pair, tl.where(pair == 0, sequence, number))
+    tl.store(found + 2 * tl.program_id(0), sequence)
+    tl.store(found + 2 * tl.program_id(0) + 1, number)
 
 
 @pytest.mark.parametrize(

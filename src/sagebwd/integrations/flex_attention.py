@@ -3,19 +3,17 @@
     from sagebwd.integrations.flex_attention import flex_attention   # in place of torch.nn.attention's
     out = flex_attention(query, key, value, block_mask=block_mask)
 
-A BlockMask is read once, and what it hides is skipped (docs/masks.md). A score_mod is refused by name.
+What a BlockMask hides is skipped (docs/masks.md). A score_mod is refused by name.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from sagebwd.attention import sage_attention
-from sagebwd.masks.argument import read_block_mask
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, Recipe
 
@@ -52,8 +50,7 @@ def flex_attention(
         query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, kv_tokens, head_dim), or of batch 1
             beside a block_mask, for all. Dtypes and widths as in `sage_attention`.
         score_mod: None. A function of scores cannot be run in the kernels, nor be proved to be a mask by its results.
-        block_mask: a BlockMask, made for these tokens, or what `sagebwd.read_block_mask` made of one. Under
-            torch.compile a BlockMask breaks the graph; what read_block_mask made of it does not.
+        block_mask: a BlockMask, made for these tokens, or what `sagebwd.read_block_mask` made of one.
         scale: 1 / sqrt(head_dim) by default.
         enable_gqa: allow fewer key than query heads.
         return_lse: also return lse.
@@ -81,8 +78,6 @@ def flex_attention(
         )
     if block_mask is not None and key.dim() == 4 and key.shape[0] == 1 != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    if torch.compiler.is_compiling() and isinstance(block_mask, BlockMask):
-        block_mask = _read(block_mask)
     wants_lse = return_lse if return_aux is None else return_aux.lse
     found = sage_attention(
         query, key, value, scale=scale, enable_gqa=enable_gqa, block_mask=block_mask, recipe=recipe, impl=impl,
@@ -91,10 +86,6 @@ def flex_attention(
     if return_aux is None:
         return found
     return (found[0], AuxOutput(lse=found[1])) if wants_lse else (found, AuxOutput())
-
-
-# an operator cannot call a mask_mod: the graph breaks here, but for its reading
-_read = torch.compiler.disable(read_block_mask, reason="a BlockMask holds a Python function: read_block_mask reads it")
 
 
 def _refuse_score_mod(score_mod: object) -> None:

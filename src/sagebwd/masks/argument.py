@@ -12,7 +12,7 @@ from sagebwd import checks
 from sagebwd.masks import sm90_block_lists
 from sagebwd.masks.mask import Mask, of_tensor
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.tiles import tiles_of
+from sagebwd.masks.tiles import elements_of_block_mask, tiles_of
 from sagebwd.masks.traced_block_mask import TracedBlockMask, refuse_in_capture
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _once_where_expanded(mask: Tensor) -> Tensor:
 def given(block_mask: object, query: Tensor) -> Mask | TracedBlockMask | None:
     """A block_mask as plans take it, unchecked; None for a BlockMask that has to be read now and for anything else."""
     if block_mask.__class__ is Mask:
-        return block_mask
+        return block_mask if isinstance(block_mask.keys, Tensor) else None  # as `check` says
     if torch.compiler.is_compiling() or not (is_block_mask(block_mask) and isinstance(query, Tensor)):
         return None
     return TracedBlockMask.of(block_mask, query.device)
@@ -224,17 +224,16 @@ def check(block_mask: object, query: Tensor, key: Tensor) -> None:
 
 
 def read_now(block_mask: BlockMask) -> Mask:
-    """A BlockMask as it is read now, for one call.
+    """A BlockMask as it is read now, for one call; in a graph of torch.compile its elements, a byte each.
 
-    Raises NotImplementedError where that cannot be done.
+    Raises NotImplementedError while a CUDA graph is captured.
     """
     if block_mask.__class__ is Mask:
         return block_mask
     if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "block_mask: a BlockMask cannot be read under torch.compile; pass "
-            "sagebwd.read_block_mask(block_mask), made outside of what is compiled"
-        )
+        elements = elements_of_block_mask(block_mask)
+        blocks, keys = torch.ops.sagebwd.mask_blocks(elements)
+        return Mask(elements, None, blocks, keys)
     if block_mask.kv_num_blocks.is_cuda and torch.cuda.is_current_stream_capturing():
         name = getattr(block_mask.mask_mod, "__qualname__", None) or type(block_mask.mask_mod).__name__
         refuse_in_capture(f"whose mask_mod, {name}, kernels do not compute,")

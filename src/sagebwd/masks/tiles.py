@@ -53,6 +53,21 @@ def tiles_of(block_mask: BlockMask) -> Mask:
     return Mask(elements, tiles, blocks, seen.flatten(1)[:, : tokens[1]] > 0, queries=tokens[0])
 
 
+def elements_of_block_mask(block_mask: BlockMask) -> Tensor:
+    """Which pairs a BlockMask shows, (B, H, N, M) bool, by operators that a graph holds without reading a number."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    tokens, sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    given = _given(block_mask)
+    asked = create_mask(block_mask.mask_mod, *given.shape[:2], *tokens, device=str(given.device))
+    q, k = (
+        (torch.arange(n, device=given.device) // size).clamp(max=given.shape[dim] - 1)
+        for n, size, dim in zip(tokens, sizes, (2, 3))
+    )
+    state = given[:, :, q[:, None], k]
+    return (state == WHOLE) | ((state == MASKED) & asked)
+
+
 def _ask(block_mask: BlockMask, given: Tensor, places: Tensor, seen: Tensor) -> None:
     """Fill in which pairs of some tiles are seen; places (count, 4), batch element, head and tile; seen, of each."""
     tokens, sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE

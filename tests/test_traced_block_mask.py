@@ -1,0 +1,207 @@
+"""BlockMasks whose mask_mod a kernel computes, interpreted where there is no GPU, against what torch computes."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, noop_mask, or_masks
+
+from sagebwd import read_block_mask, sage_attention
+from sagebwd.masks import mask as masks
+from sagebwd.masks import sm90_block_lists, traced_block_mask
+from sagebwd.masks.mask import Mask
+from sagebwd.masks.tiles import tiles_of
+from sagebwd.masks.trace_mask_mod import traced
+from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
+from tests.attention_case import outcome
+
+pytest.importorskip("triton")
+from tests.gpus import DEVICE, on_gpu
+
+# interpreted where there is no GPU, and of the GPU's tests where there is one
+pytestmark = on_gpu
+TOKENS, KEYS = 150, 270
+CPU = torch.device("cpu")
+documents = (torch.arange(KEYS) // 70).to(DEVICE)
+rows_of_documents = torch.stack([documents, torch.arange(KEYS, device=DEVICE) // 50])
+few, seen = torch.tensor(7, device=DEVICE), (torch.arange(TOKENS * KEYS, device=DEVICE) % 3 < 1).view(TOKENS, KEYS)
+small, fractions = documents.to(torch.uint8), torch.arange(KEYS, device=DEVICE) / KEYS
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+MODS = {
+    "causal": causal,
+    "documents": lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k),
+    "of rows": lambda b, h, q, k: (rows_of_documents[b, q] == rows_of_documents[b][k]) & (q >= k),
+    "chunks": lambda b, h, q, k: (q // 5 == k // 5) | (k < few) | (few > q),
+    "all": noop_mask,
+    "none": lambda b, h, q, k: b.new_zeros((), dtype=torch.bool),
+    "of several": and_masks(causal, or_masks(lambda b, h, q, k: q - k < 5, lambda b, h, q, k: k < 4)),
+    "where": lambda b, h, q, k: torch.where(q < k, documents[q] > 2, documents[k] % 3 == 1),
+    "functions": lambda b, h, q, k: torch.logical_and(torch.ge(q, k), torch.maximum(q - k, few) < 40),
+    "a batch further": lambda b, h, q, k: q + torch.full_like(b, 3) >= k,
+    "a table of pairs": lambda b, h, q, k: seen[q, k],
+    "below zero": lambda b, h, q, k: (((q - k) // 7) % 3 == 1) & ((k - q) % -5 < -2),
+    "from the end": lambda b, h, q, k: documents[k - 1] < 3,
+    "bytes": lambda b, h, q, k: small[q] >= small[k],
+    "fractions": lambda b, h, q, k: fractions[k] > 0.5,
+    "of heads": lambda b, h, q, k: q - k < 20 * (h + 1) + b,
+    "signs": lambda b, h, q, k: (abs(q - k) < 30) & ~(q == k) & (-q < -3),
+    "whole numbers": lambda b, h, q, k: q.int() // 1 == (k + 1 - 1).to(torch.int64),
+}
+WITH_BATCH, WITH_HEADS = ("of rows", "of heads"), ("of heads",)
+
+
+def drawn(name: str, sizes: int | tuple[int, int] = 128):
+    batch, heads = 2 if name in WITH_BATCH else None, 2 if name in WITH_HEADS else None
+    return create_block_mask(MODS[name], batch, heads, TOKENS, KEYS, device=DEVICE, BLOCK_SIZE=sizes)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """A CPU is a device whose masks kernels read."""
+    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+
+
+def pairs(mask: Mask) -> Tensor:
+    return mask.part(slice(0, TOKENS), slice(0, KEYS))
+
+
+def assert_reads(block_mask, monkeypatch) -> None:
+    """That all forms show what torch reads of a BlockMask."""
+    expected = tiles_of(block_mask)
+    words = [sm90_block_lists.words_of(expected.elements[:, None], by_key)[0] for by_key in (False, True)]
+    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+    traced = TracedBlockMask.of(block_mask, expected.blocks.device)
+    found = [traced.read(2, form) for form in (ELEMENTS, WORDS, WORDS_BY_KEY)]
+    counted = traced.counted()
+    for mask in (*found, counted):
+        assert torch.equal(mask.blocks, expected.blocks)
+    for mask in found:
+        assert torch.equal(mask.keys, expected.keys.expand(2, -1))
+    assert torch.equal(counted.keys, expected.keys)
+    assert torch.equal(pairs(found[0]), pairs(expected))
+    assert torch.equal(pairs(counted), pairs(expected))
+    assert counted.elements.shape == expected.elements.shape
+    for by_key, mask in enumerate(found[1:]):
+        bits, tiles = mask.parts.known(("bits", (TOKENS, KEYS), bool(by_key)))
+        assert torch.equal(bits[tiles.long()], words[by_key][expected.tiles.long()])
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_what_is_read_is_what_torch_reads(name, monkeypatch):
+    assert_reads(drawn(name), monkeypatch)
+
+
+@pytest.mark.parametrize("sizes", [(256, 128), 64, 96], ids=str)
+def test_blocks_of_other_sizes(sizes, monkeypatch):
+    assert_reads(drawn("of several", sizes), monkeypatch)
+
+
+def test_lists_without_whole_blocks(monkeypatch):
+    made = create_block_mask(causal, None, None, TOKENS, KEYS, device=DEVICE)
+    made.full_kv_num_blocks = made.full_kv_indices = None
+    assert_reads(made, monkeypatch)
+
+
+UNTRACEABLE = {
+    "a branch": lambda b, h, q, k: q >= k if q > 3 else q < k,
+    "a sum of fractions": lambda b, h, q, k: fractions[q] + fractions[k] > 1,
+    "fractions of both axes": lambda b, h, q, k: fractions[q] > fractions[k],
+    "numbers of another kind": lambda b, h, q, k: q > 3.5,
+    "a slice": lambda b, h, q, k: seen[q].sum() > k,
+    "another device": lambda b, h, q, k: torch.zeros(KEYS, device="meta")[k] == q,
+    "an error": lambda b, h, q, k: q.nobody_knows() > k,
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_has_no_trace(name):
+    assert traced(UNTRACEABLE[name], torch.device(DEVICE)) is None
+
+
+def test_a_mask_that_changes_has_the_same_text():
+    """So nothing is compiled anew: numbers and tensors that a mask_mod captures stand beside the text."""
+
+    def made(width: int, table: Tensor):
+        return traced(lambda b, h, q, k: (q - k < width) & (table[q] == table[k]), CPU)
+
+    one, other = made(3, torch.zeros(5)), made(700, torch.ones(9))
+    assert one is None is other  # of fractions
+    one, other = made(3, torch.zeros(5).int()), made(700, torch.ones(9).int())
+    assert one.text == other.text
+    assert (one.numbers, other.numbers) == ((3,), (700,))
+    assert [x.numel() for x in (*one.tables, *other.tables)] == [5, 9]
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = TOKENS, KEYS, KEYS, TOKENS
+    return [torch.randn(2, 2, n, 16, generator=generator).to(DEVICE, torch.bfloat16) for n in lengths]
+
+
+def results(block_mask, **options: object) -> list[Tensor]:
+    *tensors, do = inputs()
+    return outcome(sage_attention, tensors, do, block_mask=block_mask, recipe="token", impl="triton", **options)
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(x, e) for x, e in zip(found, expected, strict=True))
+
+
+def test_a_call_gives_what_it_gives_of_a_mask_that_was_read(by_kernels, monkeypatch):
+    mask, most = drawn("of heads"), traced_block_mask.MOST_BYTES
+    expected = results(read_block_mask(mask))
+    monkeypatch.setattr(TracedBlockMask, "counted", None)
+    assert_equal(results(mask), expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+    monkeypatch.setattr(traced_block_mask, "MOST_BYTES", 0)  # no room: tiles are counted
+    assert_equal(results(mask), expected)
+    assert most > 0
+
+
+def test_nothing_of_a_mask_is_remembered(by_kernels):
+    """Of a mask_mod that is replaced, of what it captures and of lists that are rewritten a call sees what is now."""
+    width, table = [3], torch.arange(KEYS, device=DEVICE) // 70
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, TOKENS, KEYS, device=DEVICE)
+    mask.mask_mod = lambda b, h, q, k: (table[q] == table[k]) & (q + width[0] >= k)
+
+    def shown() -> list[Tensor]:
+        return results(tiles_of(mask).kept())
+
+    before = shown()
+    assert_equal(results(mask), before)
+    for change in (
+        lambda: width.__setitem__(0, 9),
+        lambda: table.copy_(torch.arange(KEYS, device=DEVICE) // 40),
+        lambda: setattr(mask, "mask_mod", causal),
+        lambda: mask.kv_num_blocks.fill_(1),
+        lambda: mask.kv_num_blocks.fill_(0),
+    ):
+        change()
+        expected = shown()
+        assert not torch.equal(expected[0], before[0])
+        assert_equal(results(mask), expected)
+        before = expected
+
+
+def test_a_table_that_is_written_before_backward_is_told(by_kernels):
+    """Backward reads the mask again."""
+    table = torch.arange(KEYS, device=DEVICE) // 70
+    mask = create_block_mask(lambda b, h, q, k: table[q] == table[k], None, None, TOKENS, KEYS, device=DEVICE)
+    *tensors, do = inputs()
+    out = sage_attention(*(x.requires_grad_() for x in tensors), block_mask=mask, recipe="token", impl="triton")
+    table.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(do)
+
+
+def test_it_is_refused_as_one_that_was_read_is(by_kernels):
+    mask, (q, k, v, _) = drawn("of heads"), inputs()
+    with pytest.raises(ValueError, match=r"made for \(150, 270\) queries and keys, called with \(149, 270\)"):
+        sage_attention(q[:, :, 1:], k, v, block_mask=mask, recipe="token", impl="triton")
+    with pytest.raises(ValueError, match="made for batch 2 and 2 heads, called with batch 1"):
+        sage_attention(q[:1], k[:1], v[:1], block_mask=mask, recipe="token", impl="triton")
