@@ -8,13 +8,14 @@ import json
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from triton.runtime.jit import JITFunction
 
 from sagebwd import dispatch, sage_attention
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.forward import launch as forward
 from sagebwd.masks import mask
+from sagebwd.masks.tiles import tiles_of
 from sagebwd.recipe import Recipe
 from tools.cross_compile import Unstarted, binder
 
@@ -23,15 +24,20 @@ FIRST = 301, 336, 512
 LENGTHS = *FIRST, 50, 77, 192, 384, 880, 901, 1000
 MASKS = {
     "bias": lambda n: {"attn_mask": torch.empty(1, 2, n, n, dtype=torch.bfloat16)},
-    "BlockMask": lambda n: {"block_mask": create_block_mask(_document, None, None, n, n, device="cpu")},
+    "BlockMask": lambda n: {"block_mask": tiles_of(_of_documents(n)).kept()},
+    "BlockMask, unread": lambda n: {"block_mask": _of_documents(n)},
 }
-CALLS = ("token", "triton", "bias"), ("token", "triton", "BlockMask"), ("mixed", "hopper", "bias")
+CALLS = (
+    ("token", "triton", "bias"), ("token", "triton", "BlockMask"), ("mixed", "hopper", "bias"),
+    ("mixed", "hopper", "BlockMask, unread"),
+)  # fmt: skip
 known = set()
 now: tuple[Any, ...] = ()
 
 
-def _document(b, h, i, j):
-    return i // 100 == j // 100
+def _of_documents(tokens: int) -> BlockMask:
+    numbers = torch.arange(tokens) // 100
+    return create_block_mask(lambda b, h, i, j: numbers[i] == numbers[j], None, None, tokens, tokens, device="cpu")
 
 
 def _note(name: str, kind: object) -> None:

@@ -20,6 +20,8 @@ from tests.gpus import DEVICE, on_gpu
 # interpreted where there is no GPU, and of the GPU's tests where there is one
 pytestmark = on_gpu
 TOKENS, KEYS = 150, 270
+# Of which no keys are apart, as they are of "token": programs of a call read the mask.
+RECIPE = "token(first_keys=0)"
 CPU = torch.device("cpu")
 documents = (torch.arange(KEYS) // 70).to(DEVICE)
 rows_of_documents = torch.stack([documents, torch.arange(KEYS, device=DEVICE) // 50])
@@ -142,25 +144,24 @@ def inputs() -> list[Tensor]:
     return [torch.randn(2, 2, n, 16, generator=generator).to(DEVICE, torch.bfloat16) for n in lengths]
 
 
-def results(block_mask, **options: object) -> list[Tensor]:
+def results(block_mask, recipe: str = RECIPE) -> list[Tensor]:
     *tensors, do = inputs()
-    return outcome(sage_attention, tensors, do, block_mask=block_mask, recipe="token", impl="triton", **options)
+    return outcome(sage_attention, tensors, do, block_mask=block_mask, recipe=recipe, impl="triton")
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(x, e) for x, e in zip(found, expected, strict=True))
 
 
-def test_a_call_gives_what_it_gives_of_a_mask_that_was_read(by_kernels, monkeypatch):
-    mask, most = drawn("of heads"), traced_block_mask.MOST_BYTES
-    expected = results(read_block_mask(mask))
-    monkeypatch.setattr(TracedBlockMask, "counted", None)
-    assert_equal(results(mask), expected)
-    monkeypatch.undo()
-    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+@pytest.mark.parametrize("recipe", [RECIPE, "token"])
+def test_a_call_gives_what_it_gives_of_a_mask_that_was_read(recipe, by_kernels, monkeypatch):
+    mask = drawn("of heads")
+    expected = results(read_block_mask(mask), recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(TracedBlockMask, "counted", None)
+        assert_equal(results(mask, recipe), expected)
     monkeypatch.setattr(traced_block_mask, "MOST_BYTES", 0)  # no room: tiles are counted
-    assert_equal(results(mask), expected)
-    assert most > 0
+    assert_equal(results(mask, recipe), expected)
 
 
 def test_nothing_of_a_mask_is_remembered(by_kernels):
@@ -193,7 +194,7 @@ def test_a_table_that_is_written_before_backward_is_told(by_kernels):
     table = torch.arange(KEYS, device=DEVICE) // 70
     mask = create_block_mask(lambda b, h, q, k: table[q] == table[k], None, None, TOKENS, KEYS, device=DEVICE)
     *tensors, do = inputs()
-    out = sage_attention(*(x.requires_grad_() for x in tensors), block_mask=mask, recipe="token", impl="triton")
+    out = sage_attention(*(x.requires_grad_() for x in tensors), block_mask=mask, recipe=RECIPE, impl="triton")
     table.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(do)
@@ -202,6 +203,6 @@ def test_a_table_that_is_written_before_backward_is_told(by_kernels):
 def test_it_is_refused_as_one_that_was_read_is(by_kernels):
     mask, (q, k, v, _) = drawn("of heads"), inputs()
     with pytest.raises(ValueError, match=r"made for \(150, 270\) queries and keys, called with \(149, 270\)"):
-        sage_attention(q[:, :, 1:], k, v, block_mask=mask, recipe="token", impl="triton")
+        sage_attention(q[:, :, 1:], k, v, block_mask=mask, recipe=RECIPE, impl="triton")
     with pytest.raises(ValueError, match="made for batch 2 and 2 heads, called with batch 1"):
-        sage_attention(q[:1], k[:1], v[:1], block_mask=mask, recipe="token", impl="triton")
+        sage_attention(q[:1], k[:1], v[:1], block_mask=mask, recipe=RECIPE, impl="triton")

@@ -12,7 +12,6 @@ from benchmarks.commands import Device, Recipes, check_at_least
 from lab.commands.configs import Setting, load
 from lab.commands.terminal import training
 from lab.training.config import Config
-from sagebwd.environment import write_whole
 
 
 def assay(
@@ -115,5 +114,7 @@ def _windows(loaded: object, model: Path, text: Path, tokens: int, count: int) -
 
 
 def _write(output: Path | None, content: dict) -> None:
+    from sagebwd.environment import write_whole
+
     if output is not None:
         write_whole(output, json.dumps(content, indent=1) + "\n")

@@ -24,7 +24,7 @@ from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
-from sagebwd.masks.elements import Elements, Left, restored
+from sagebwd.masks.elements import Elements, Left, are_first_keys_apart, restored
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import PartsOfCall, tensors_in
 from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
@@ -215,7 +215,12 @@ class SdpaCall:
 
     def run(self, *given: Tensor | None) -> Tensor:
         """The output."""
-        return self._run(*(map(savable, given) if _is_grad_enabled() else given))
+        if _is_grad_enabled():
+            for x in given:
+                if x is not None and x.is_inference():
+                    given = tuple(map(savable, given))
+                    break
+        return self._run(*given)
 
 
 class Plan:
@@ -239,6 +244,7 @@ class Plan:
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         self.by_kernels = "reference" not in (choice.forward.impl, choice.backward.impl)
+        self.describes_masks = self.by_kernels and not are_first_keys_apart(choice, call)
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
         self.programs = Cache(MOST_PROGRAMS)
@@ -270,8 +276,7 @@ class Plan:
         if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
             checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
             checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
-        if mask.__class__ is TracedBlockMask:
-            mask = self._of_kernels(FORWARD, mask)
+        traced, mask = self._as_read(FORWARD, mask)
         workspace = torch.empty(self.bytes, dtype=torch.uint8, device=q.device)
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
@@ -279,6 +284,8 @@ class Plan:
         unread = mask is not None and mask.is_unread
         if unread:
             read = _Read({}, (mask.elements,), ("elements", trains))
+        elif traced is not None:
+            read = _Read({}, traced.tensors, traced.kind)
         else:
             read = _NOTHING if mask is key_mask is None else self._read(FORWARD, mask, key_mask, False)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ()), q, k, v, sinks
@@ -286,7 +293,7 @@ class Plan:
         program = self.programs.get(read.layouts)
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
-            program = self._forward_program(mask.elements if unread else None, trains, call, q, k, v, sinks)
+            program = self._forward_program(mask.elements if unread else None, traced, trains, call, q, k, v, sinks)
             self.programs.put(read.layouts, program)
         o, lse, *rest = program.run(tensors, workspace)
         if unread and trains:
@@ -304,8 +311,7 @@ class Plan:
         """
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
-        if mask.__class__ is TracedBlockMask:
-            mask = self._of_kernels(BACKWARD, mask)
+        traced, mask = self._as_read(BACKWARD, mask)
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
@@ -313,6 +319,8 @@ class Plan:
         if unread:
             elements, left = self.elements.given_back(mask.elements), mask.parts.known(_LEFT)
             read = _Read({}, (elements, *left), "elements")
+        elif traced is not None:
+            read = _Read({}, traced.tensors, traced.kind)
         else:
             read = _NOTHING if mask is key_mask is None else self._read(BACKWARD, mask, key_mask, deterministic)
         given = cu_seqlens_q, cu_seqlens_k, *read.tensors, *(prologue[2:] if prologue else ())
@@ -327,7 +335,7 @@ class Plan:
         if program is None:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)
             call = call._replace(deterministic=deterministic, **read.fields, prologue=prologue)
-            of_mask = (elements, left) if unread else (None, None)
+            of_mask = (elements, left, None) if unread else (None, None, traced)
             program = self._backward_program(*of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
         *gradients, by_block = program.run(tensors)
@@ -335,11 +343,26 @@ class Plan:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
         return *gradients, by_block
 
-    def _of_kernels(self, direction: str, mask: TracedBlockMask) -> Mask:
-        """A BlockMask as the kernels of a direction read it."""
+    def _as_read(
+        self, direction: str, mask: Mask | TracedBlockMask | None
+    ) -> tuple[TracedBlockMask | None, Mask | None]:
+        """A BlockMask that the program of a direction reads, or else the mask."""
+        if mask.__class__ is not TracedBlockMask:
+            return None, mask
+        form = self._form(direction)
+        if self.describes_masks and mask.has_room(form):
+            return mask, None
+        return None, mask.read(self.call.queries.batch, form)
+
+    def _form(self, direction: str) -> str:
+        """How the kernels of a direction read tiles of a BlockMask."""
         row = self.choice.forward if direction == FORWARD else self.choice.backward
-        form = ELEMENTS if row.impl != "hopper" else WORDS if direction == FORWARD else WORDS_BY_KEY
-        return mask.read(self.call.queries.batch, form)
+        return ELEMENTS if row.impl != "hopper" else WORDS if direction == FORWARD else WORDS_BY_KEY
+
+    def _with_mask(self, direction: str, traced: TracedBlockMask, call: Call) -> Call:
+        """The call with what its kernels read of a BlockMask; in a description."""
+        mask = traced.read(call.queries.batch, self._form(direction))
+        return dispatch.prepared(direction, self.choice, call._replace(key_mask=mask.keys, mask=mask))
 
     def _read(self, direction: str, mask: Mask | None, key_mask: Tensor | None, deterministic: bool) -> _Read:
         """What the kernels of a direction read of a mask: kept with the mask where that is an object of the user's."""
@@ -370,36 +393,47 @@ class Plan:
             queries, keys = queries._replace(cu_seqlens=cu_seqlens_q), keys._replace(cu_seqlens=cu_seqlens_k)
         return call._replace(queries=queries, keys=keys, key_mask=key_mask, mask=mask)
 
-    def _forward_program(self, elements: Tensor | None, trains: bool, call: Call, *tensors: Tensor | None) -> object:
-        """elements: of a mask that is read in it, and if it trains left for backward (`_LEFT`)."""
+    def _forward_program(
+        self, elements: Tensor | None, traced: TracedBlockMask | None, trains: bool, call: Call,
+        *tensors: Tensor | None,
+    ) -> object:  # fmt: skip
+        """elements: of a mask that is read in it, and if it trains left for backward (`_LEFT`). traced: a BlockMask
+        that it reads."""
         family, runtime = dispatch.family(FORWARD, self.choice, call), dispatch.runtime()
         rooms = {Saved._fields.index(name): (piece.offset, piece.room) for name, piece in self.pieces.items()}
 
-        def described(elements: Tensor | None, call: Call, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        def described(
+            elements: Tensor | None, traced: TracedBlockMask | None, call: Call, *tensors: Tensor | None
+        ) -> tuple[Tensor | None, ...]:
+            if traced is not None:
+                return runtime.driver.forward(*family, self._with_mask(FORWARD, traced, call), *tensors)
             if elements is None:
                 return runtime.driver.forward(*family, call, *tensors)
             call, left = self.elements.read(elements, call, trains)
             saved = runtime.driver.forward(*family, dispatch.prepared(FORWARD, self.choice, call), *tensors)
             return *saved, *(left if trains else ())
 
-        return runtime.program.Program.of(described, (elements, call, *tensors), rooms)
+        return runtime.program.Program.of(described, (elements, traced, call, *tensors), rooms)
 
     def _backward_program(
-        self, elements: Tensor | None, left: Left | None, call: Call, workspace: Tensor, *tensors: Tensor | None
-    ) -> object:
-        """elements: of a mask of which ``left`` is left."""
+        self, elements: Tensor | None, left: Left | None, traced: TracedBlockMask | None, call: Call,
+        workspace: Tensor, *tensors: Tensor | None,
+    ) -> object:  # fmt: skip
+        """elements: of a mask of which ``left`` is left. traced: a BlockMask that it reads."""
         family, runtime = dispatch.family(BACKWARD, self.choice, call), dispatch.runtime()
 
         def described(
-            elements: Tensor | None, left: Left | None, call: Call, workspace: Tensor, o: Tensor, lse: Tensor,
-            *rest: Tensor | None,
+            elements: Tensor | None, left: Left | None, traced: TracedBlockMask | None, call: Call, workspace: Tensor,
+            o: Tensor, lse: Tensor, *rest: Tensor | None,
         ) -> tuple[Tensor | None, ...]:  # fmt: skip
+            if traced is not None:
+                call = self._with_mask(BACKWARD, traced, call)
             if elements is not None:
                 call = dispatch.prepared(BACKWARD, self.choice, restored(elements, left, call))
             saved = self._saved(o, lse, runtime.driver.contiguous(workspace))
             return runtime.driver.backward(*family, call, saved, *rest)
 
-        return runtime.program.Program.of(described, (elements, left, call, workspace, *tensors))
+        return runtime.program.Program.of(described, (elements, left, traced, call, workspace, *tensors))
 
     def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
         """What forward left."""

@@ -31,7 +31,9 @@ COUNT = "heads over the batch, chunks or programs of one launch: each has more t
 ONE_HEAD = "numbers of one head, of which `Packing.padded` allows fewer than 2^31"
 FIRST_CHUNKS = "numbers of a sequence's chunks, a 256th of K's"
 ROW = "a row of a matrix for TMA, whose coordinates have 32 bits; a row has 64 channels or more"
+OF_TILE = "rows of one tile, times keys of a mask"
 NARROW = {
+    "queries * pitch": OF_TILE,
     "part * chunk": POSITION,
     "BLOCK * parts": POSITION,
     "blocks * BLOCK": POSITION,

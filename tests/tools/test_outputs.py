@@ -10,7 +10,6 @@ import pytest
     ("module", "arguments", "told"),
     [
         ("call_sequences", ("--device", "cpu", "--output", "FILE/x"), "FILE is no folder; give another"),
-        ("trained_gradients", ("model", "FILE", "--output", "FILE"), "--output FILE would be written over TEXT FILE"),
         ("sweep_transformers", ("--table", "FILE/x"), "FILE is no folder; give another"),
         (
             "sweep_transformers",

@@ -27,6 +27,12 @@ SHOWS_ALL, HIDES_ALL = tl.constexpr(masks.SHOWS_ALL), tl.constexpr(masks.HIDES_A
 COMMON = tl.constexpr(2)
 # Blocks of a list, tokens of an axis, and tiles of a row that are looked at together.
 CHUNK, TOKENS, TILES = 256, 256, 32
+# What follows from lengths, for which nothing is compiled.
+OF_LENGTHS = [
+    "count_batch", "count_head", "count_row", "index_batch", "index_head", "index_row", "full_count_batch",
+    "full_count_head", "full_count_row", "full_batch", "full_head", "full_row", "full_columns", "rows", "columns",
+    "stride_value", "longest", "chunks", "tiles_q", "tiles_k", "tokens_q", "tokens_k",
+]  # fmt: skip
 # Programs that take listed tiles in turn: some on each of a large GPU's processors.
 PROGRAMS = 1024
 
@@ -123,7 +129,7 @@ def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch:
     )
     chunks = -(-grid[3] // TILES)
     program().launch(
-        _tiles_kernel, (math.prod(grid[:3]) * chunks,), States(given, *given.shape[2:]), *grid[1:], chunks, *tokens,
+        _tiles_kernel, (math.prod(grid[:3]) * chunks,), given, *given.shape[2:], *grid[1:], chunks, *tokens,
         batch // grid[0], *found[1:3], found.keys.view(torch.uint8), *found[4:], TILES=TILES, **_pieces(sizes),
         num_warps=4,
     )  # fmt: skip
@@ -139,31 +145,25 @@ def _shown(
     lie = (side, side) if form == ELEMENTS else (side, 4)
     dtype = torch.bool if form == ELEMENTS else torch.int32
     stored = torch.empty(COMMON.value + room, *lie, dtype=dtype, device=device)
-    asked, chunks = _asked(trace, found, max(tokens)), -(-max(tokens) // TOKENS)
+    longest = max(tokens)
+    asked, chunks = _asked(trace, found, longest), -(-longest // TOKENS)
+    of_trace, places = (asked, asked.along.stride(0), longest), (found.listed, found.count)
     program().launch(
-        _along_kernel, (grid[0] * grid[1] * chunks,), asked, grid[1], chunks, *tokens, TEXT=trace.text, TOKENS=TOKENS,
-        num_warps=4,
+        _along_kernel, (grid[0] * grid[1] * chunks,), *of_trace, grid[1], chunks, *tokens, TEXT=trace.text,
+        TOKENS=TOKENS, num_warps=4,
     )  # fmt: skip
     program().launch(
-        _shown_kernel, (min(math.prod(grid), PROGRAMS),), States(given, *given.shape[2:]), asked, *grid[1:], *tokens,
-        found.keys.shape[0] // grid[0], found.listed, found.count, found.blocks, found.keys.view(torch.uint8),
+        _shown_kernel, (min(math.prod(grid), PROGRAMS),), given, *given.shape[2:], *of_trace, *grid[1:], *tokens,
+        found.keys.shape[0] // grid[0], *places, found.blocks, found.keys.view(torch.uint8),
         stored.view(torch.uint8) if form == ELEMENTS else stored, TEXT=trace.text, FORM=form, **_pieces(sizes),
         num_warps=4,
     )  # fmt: skip
     return stored
 
 
-class States(NamedTuple):
-    """States of blocks, and how many there are along each axis, as kernels take them."""
-
-    given: Tensor
-    rows: int
-    columns: int
-
-
 class Asked(NamedTuple):
     """A trace as kernels take it: tables, sizes and strides (`MOST_DIMENSIONS` of each table), numbers, none of them
-    empty, and room for values along an axis of each head, ``longest`` each and ``stride_value`` apart.
+    empty, and room for values along an axis of each head.
 
     Integers in tuples are doubled: of a 1 Triton makes a constant, and Triton 3.6 then mixes up what is beside it.
     """
@@ -173,8 +173,6 @@ class Asked(NamedTuple):
     strides: tuple[int, ...]
     numbers: tuple[int | float, ...]
     along: Tensor
-    stride_value: int
-    longest: int
 
 
 def _asked(trace: Trace, found: Tiles, longest: int) -> Asked:
@@ -187,7 +185,7 @@ def _asked(trace: Trace, found: Tiles, longest: int) -> Asked:
     heads = given.shape[0] * given.shape[1]
     along = torch.empty(max(1, len(crossings(trace.text))), heads, longest, dtype=torch.int64, device=given.device)
     numbers = tuple(2 * n if isinstance(n, int) else n for n in trace.numbers) or (0,)
-    return Asked(tables, sizes, strides, numbers, along, along.stride(0), longest)
+    return Asked(tables, sizes, strides, numbers, along)
 
 
 def _pieces(sizes: tuple[int, int]) -> dict[str, int]:
@@ -196,7 +194,7 @@ def _pieces(sizes: tuple[int, int]) -> dict[str, int]:
     return {"SIZE_Q": sizes[0], "SIZE_K": sizes[1], "PIECES_Q": pieces[0], "PIECES_K": pieces[1]}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTHS)
 def _states_kernel(
     counts, count_batch, count_head, count_row, indices, index_batch, index_head, index_row, index_column, full_counts,
     full_count_batch, full_count_head, full_count_row, full_indices, full_batch, full_head, full_row, full_column,
@@ -231,16 +229,16 @@ def _mark(indices, stride, count, found, columns, STATE: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _state_at(states, of_head, q, k, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr):
+def _state_at(given, rows, columns, of_head, q, k, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr):
     """States of the blocks that tokens lie in; q and k broadcast."""
-    row, column = tl.minimum(q // SIZE_Q, states.rows - 1), tl.minimum(k // SIZE_K, states.columns - 1)
-    return tl.load(states.given + (of_head.to(tl.int64) * states.rows + row) * states.columns + column)
+    row, column = tl.minimum(q // SIZE_Q, rows - 1), tl.minimum(k // SIZE_K, columns - 1)
+    return tl.load(given + (of_head.to(tl.int64) * rows + row) * columns + column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTHS)
 def _tiles_kernel(
-    states, heads, tiles_q, tiles_k, chunks, tokens_q, tokens_k, copies, blocks, tiles, keys, listed, count,
-    TILES: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr,
+    given, rows, columns, heads, tiles_q, tiles_k, chunks, tokens_q, tokens_k, copies, blocks, tiles, keys, listed,
+    count, TILES: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr,
     PIECES_K: tl.constexpr,
 ):  # fmt: skip
     """Some tiles of one row. copies: batch elements of ``keys`` for each of the mask's."""
@@ -252,7 +250,7 @@ def _tiles_kernel(
     for piece in range(PIECES_Q * PIECES_K):
         q = first_q + (piece // PIECES_K) * (TILE // PIECES_Q)
         k = first_k + (piece % PIECES_K) * (TILE // PIECES_K)
-        state = _state_at(states, of_head, q, k, SIZE_Q, SIZE_K)
+        state = _state_at(given, rows, columns, of_head, q, k, SIZE_Q, SIZE_K)
         is_skipped, is_whole = is_skipped & (state == SKIP), is_whole & (state == WHOLE)
     is_listed = there & (is_skipped == 0) & (is_whole == 0)
     place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0))
@@ -277,9 +275,9 @@ def _tiles_kernel(
         tl.store(keys + batch * tokens_k + k, one, mask=is_whole[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTHS)
 def _along_kernel(
-    asked, heads, chunks, tokens_q, tokens_k, TEXT: tl.constexpr, TOKENS: tl.constexpr
+    asked, stride_value, longest, heads, chunks, tokens_q, tokens_k, TEXT: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
     """What the mask_mod computes of queries alone, and of keys alone, at some tokens."""
     number = tl.program_id(0)
@@ -288,15 +286,16 @@ def _along_kernel(
     at = (number % chunks * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     # beyond the last token the mask_mod is asked of the last, whose tables have it
     last_q, last_k = tl.minimum(at, tokens_q - 1), tl.minimum(at, tokens_k - 1)
-    store_along(TEXT, "q", asked, of_head, batch, head, last_q, at < tokens_q)
-    store_along(TEXT, "k", asked, of_head, batch, head, last_k, at < tokens_k)
+    along = asked.along + of_head.to(tl.int64) * longest
+    store_along(TEXT, "q", asked, along, stride_value, batch, head, last_q, at < tokens_q)
+    store_along(TEXT, "k", asked, along, stride_value, batch, head, last_k, at < tokens_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_LENGTHS)
 def _shown_kernel(
-    states, asked, heads, tiles_q, tiles_k, tokens_q, tokens_k, copies, listed, count, blocks, keys, stored,
-    TEXT: tl.constexpr, FORM: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr, PIECES_Q: tl.constexpr,
-    PIECES_K: tl.constexpr,
+    given, rows, columns, asked, stride_value, longest, heads, tiles_q, tiles_k, tokens_q, tokens_k, copies, listed,
+    count, blocks, keys, stored, TEXT: tl.constexpr, FORM: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    PIECES_Q: tl.constexpr, PIECES_K: tl.constexpr,
 ):  # fmt: skip
     """Of listed tiles, each program some: what they show, and their blocks and keys."""
     if tl.program_id(0) == 0:
@@ -305,45 +304,58 @@ def _shown_kernel(
     for place in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
         number = tl.load(listed + place)
         row, column, of_head = number // tiles_k % tiles_q, number % tiles_k, number // (tiles_q * tiles_k)
-        of_tile = of_head, row * TILE, column * TILE, tokens_q, tokens_k, heads
+        along = asked.along + of_head.to(tl.int64) * longest
+        of_tile = (
+            of_head,
+            row * TILE,
+            column * TILE,
+            tokens_q,
+            tokens_k,
+            heads,
+            given,
+            rows,
+            columns,
+            along,
+            stride_value,
+        )
         to = blocks + (of_head.to(tl.int64) * block_rows + row * SIDE) * block_columns + column * SIDE
         of_blocks = to, block_columns, block_rows - row * SIDE, block_columns - column * SIDE
         of_keys = keys + (of_head // heads * copies).to(tl.int64) * tokens_k, copies, tokens_k
         at = stored + (number * 0 + place + COMMON).to(tl.int64) * (TILE * (TILE if FORM == OF_ELEMENTS else 4))
         UNIFORM: tl.constexpr = PIECES_Q * PIECES_K == 1
         if FORM == OF_ELEMENTS:
-            _store_elements(at, states, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM)
+            _store_elements(at, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM)
         else:
             BY_KEY: tl.constexpr = FORM == OF_KEYS
-            _store_words(at, states, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM, BY_KEY)
+            _store_words(at, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM, BY_KEY)
 
 
 @triton.jit
 def _seen(
-    states, asked, of_tile, q, k, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    asked, of_tile, q, k, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Whether queries see keys, (queries, keys); q (queries,), k (keys,); UNIFORM: a tile lies in one block."""
-    of_head, first_q, first_k, tokens_q, tokens_k, heads = of_tile
+    of_head, first_q, first_k, tokens_q, tokens_k, heads, given, rows, columns, along, stride_value = of_tile
     at_q, at_k = tl.minimum(q, tokens_q - 1).to(tl.int64), tl.minimum(k, tokens_k - 1).to(tl.int64)
     batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
-    shown = seen(TEXT, asked, of_head, batch, head, at_q, at_k)
+    shown = seen(TEXT, asked, along, stride_value, batch, head, at_q, at_k)
     if UNIFORM:
-        state = _state_at(states, of_head, first_q, first_k, SIZE_Q, SIZE_K)
+        state = _state_at(given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K)
     else:
-        state = _state_at(states, of_head, q[:, None], k[None, :], SIZE_Q, SIZE_K)
+        state = _state_at(given, rows, columns, of_head, q[:, None], k[None, :], SIZE_Q, SIZE_K)
     there = (q < tokens_q)[:, None] & (k < tokens_k)[None, :]
     return ((state == WHOLE) | ((state == MASKED) & shown)) & there
 
 
 @triton.jit
 def _store_words(
-    at, states, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    at, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
     UNIFORM: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Words of a tile, bit after bit: word t of a row has columns 8j + 2t and 8j + 2t + 1 at bits 2j and 2j + 1, as
     `sm90_block_lists.pack` has them."""
-    _, first_q, first_k, _, _, _ = of_tile
+    first_q, first_k = of_tile[1], of_tile[2]
     blocks, block_columns, rows_left, columns_left = of_blocks
     row, word, side = tl.arange(0, TILE), tl.arange(0, 4), tl.arange(0, SIDE)
     words = tl.zeros([TILE, 4], tl.int32)
@@ -351,10 +363,10 @@ def _store_words(
         column = bit // 2 * 8 + word * 2 + bit % 2
         if BY_KEY:
             q, k = first_q + column, first_k + row
-            shown = tl.trans(_seen(states, asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM))
+            shown = tl.trans(_seen(asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM))
         else:
             q, k = first_q + row, first_k + column
-            shown = _seen(states, asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM)
+            shown = _seen(asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM)
         words = words | (shown.to(tl.int32) << bit)
     tl.store(at + row[:, None] * 4 + word[None, :], words)
     # a byte of the four words has the pairs of a row with a block's columns
@@ -384,16 +396,16 @@ def _or(a, b):
 
 @triton.jit
 def _store_elements(
-    at, states, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    at, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Elements of a tile, a column of blocks after the other."""
-    _, first_q, first_k, _, _, _ = of_tile
+    first_q, first_k = of_tile[1], of_tile[2]
     blocks, block_columns, rows_left, columns_left = of_blocks
     row, column, side = tl.arange(0, TILE), tl.arange(0, BLOCK), tl.arange(0, SIDE)
     for number in range(SIDE):
         k = first_k + (column + number * BLOCK)
-        shown = _seen(states, asked, of_tile, first_q + row, k, TEXT, SIZE_Q, SIZE_K, UNIFORM).to(tl.int32)
+        shown = _seen(asked, of_tile, first_q + row, k, TEXT, SIZE_Q, SIZE_K, UNIFORM).to(tl.int32)
         tl.store(at + row[:, None] * TILE + (k - first_k)[None, :], shown.to(tl.uint8))
         cut = tl.reshape(shown, [SIDE, BLOCK, BLOCK])
         most, least = tl.max(tl.max(cut, 2), 1), tl.min(tl.min(cut, 2), 1)

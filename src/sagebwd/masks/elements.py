@@ -45,7 +45,7 @@ class Elements(NamedTuple):
         """Of a mask in four dimensions; None where it is read before: by torch, or copied, or for keys apart."""
         forward, backward = choice.forward.impl, choice.backward.impl
         by_query, by_key = forward == "hopper", backward == "hopper"
-        apart = call.recipe.first_keys and call.recipe.o == INT8 and not by_query  # found by operators of torch
+        apart = are_first_keys_apart(choice, call)
         lies = sm90_block_lists.reads_as_it_lies(elements, call.keys.tokens)
         if "reference" in (forward, backward) or apart or not lies:
             return None
@@ -65,6 +65,11 @@ class Elements(NamedTuple):
         mask = sm90_block_lists.read(elements, call.queries.batch, tokens, by_query=self.by_query, by_key=by_key)
         bits = mask.parts.known(("bits", tokens, True)) if by_key else (None, None)
         return call._replace(key_mask=mask.keys, mask=mask), Left(mask.blocks, mask.keys, *bits)
+
+
+def are_first_keys_apart(choice: Choice, call: Call) -> bool:
+    """Whether kernels read a mask's elements of the first keys apart, which operators of torch find."""
+    return bool(call.recipe.first_keys and call.recipe.o == INT8 and choice.forward.impl != "hopper")
 
 
 def restored(elements: Tensor, left: Left, call: Call) -> Call:

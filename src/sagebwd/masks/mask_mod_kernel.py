@@ -84,34 +84,33 @@ def _crossing(text, place):
 
 
 @triton.jit
-def store_along(TEXT: tl.constexpr, AXIS: tl.constexpr, asked, of_head, batch, head, at, there):
+def store_along(TEXT: tl.constexpr, AXIS: tl.constexpr, asked, along, stride_value, batch, head, at, there):
     """Store values along an axis, ``"q"`` or ``"k"``, at some tokens of a head.
 
-    asked: tables, their sizes and strides, numbers, all integers doubled, and where values go. batch, head, at: int64.
+    asked: tables, their sizes and strides, and numbers, all integers doubled. along: where a head's first value goes,
+    ``stride_value`` before the next. batch, head, at: int64.
     """
     values = (batch, head, at, at)
-    along = asked.along + of_head.to(tl.int64) * asked.longest + at
     for step in tl.static_range(_count(TEXT)):
         x = 0
         if _axes(TEXT, step + INDICES) == AXIS or _axes(TEXT, step + INDICES) == "":
             x = _value(TEXT, step, values, asked)
         if _axes(TEXT, step + INDICES) == AXIS and _crossing(TEXT, step + INDICES) >= 0:
-            to = along + _crossing(TEXT, step + INDICES) * asked.stride_value
+            to = along + _crossing(TEXT, step + INDICES) * stride_value + at
             tl.store(to, x.to(tl.int64), mask=there)
         values = values + (x,)  # noqa: RUF005 (Triton unpacks no tuple)
 
 
 @triton.jit
-def seen(TEXT: tl.constexpr, asked, of_head, batch, head, q, k):
+def seen(TEXT: tl.constexpr, asked, along, stride_value, batch, head, q, k):
     """Whether pairs are seen of q (queries,) and k (keys,), int64: what broadcasts to (queries, keys)."""
     values = (batch, head, q[:, None], k[None, :])
-    along = asked.along + of_head.to(tl.int64) * asked.longest
     for step in tl.static_range(_count(TEXT)):
         x = 0
         if _axes(TEXT, step + INDICES) == "qk" or _axes(TEXT, step + INDICES) == "":
             x = _value(TEXT, step, values, asked)
         elif _crossing(TEXT, step + INDICES) >= 0:
-            x = _met(TEXT, step, q, k, along + _crossing(TEXT, step + INDICES) * asked.stride_value)
+            x = _met(TEXT, step, q, k, along + _crossing(TEXT, step + INDICES) * stride_value)
         values = values + (x,)  # noqa: RUF005
     return values[_count(TEXT) + INDICES - 1]
 

@@ -7,11 +7,13 @@ and keeps none of what it read: backward reads it again, of the same tensors, wh
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sagebwd.cache import layout_of
 from sagebwd.masks import mask as masks
 from sagebwd.masks.mask import TILE, Mask
 from sagebwd.masks.parts import PartsOfCall
@@ -84,25 +86,36 @@ class TracedBlockMask(NamedTuple):
         lists, tables = self.lists._make(watched[:count]), tuple(watched[count:])
         return self._replace(lists=lists, trace=self.trace._replace(tables=tables))
 
-    def bytes(self, *, in_bits: bool) -> int:
-        """Of room for every tile."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is read."""
+        return [x for x in (*self.lists, *self.trace.tables) if x is not None]
+
+    @property
+    def kind(self) -> Hashable:
+        """All but what tensors hold: what a program that reads it follows from."""
+        trace = self.trace
+        lists = map(layout_of, self.lists)
+        return trace.text, trace.numbers, self.sizes, self.tokens, *lists, *map(layout_of, trace.tables)
+
+    def has_room(self, form: str) -> bool:
+        """Whether every tile gets room of its own."""
         tiles = math.prod(self.shape[:2]) * math.prod(-(-n // TILE) for n in self.tokens)
-        return tiles * TILE * TILE // (8 if in_bits else 1)
+        return tiles * TILE * TILE // (1 if form == ELEMENTS else 8) <= MOST_BYTES
 
     def read(self, batch: int, form: str) -> Mask:
         """The mask of a call of so many batch elements, as its kernels read it: in one of the forms
         above."""
         from sagebwd.masks import block_mask_pass
 
-        in_bits = form != ELEMENTS
-        if self.bytes(in_bits=in_bits) > MOST_BYTES:
+        if not self.has_room(form):
             return self.counted().with_parts(PartsOfCall())
         with torch.cuda.device_of(self.lists.indices):
             found = block_mask_pass.read(self.lists, self.trace, self.sizes, self.tokens, batch, form)
         parts = PartsOfCall()
         parts.keep(("keys", batch, self.tokens[1]), found.keys)
         elements = found.stored
-        if in_bits:
+        if form != ELEMENTS:
             parts.keep(("bits", self.tokens, form == WORDS_BY_KEY), (found.stored, found.tiles))
             elements = found.tiles.new_empty((0, TILE, TILE), dtype=torch.bool)
         return Mask(elements, found.tiles, found.blocks, found.keys, parts, self.tokens[0])
