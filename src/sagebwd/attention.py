@@ -221,7 +221,9 @@ def _planned(
             run = torch_attention.settled_packed(contender, q, v, checked.lengths, *band, instead)
         else:
             run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
-        plan = plans.SdpaCall(contender, run)
+        tensors = q, k, v, elements, *checked.offsets
+        of_inference = torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in tensors)
+        plan = plans.SdpaCall(contender, run, saves_copies=of_inference)
     PLANS.put(key, plan)
     return plan
 

@@ -74,7 +74,7 @@ def kind_of(
     dtype, device, grad = q.dtype, q.device, _is_grad_enabled()
     if not (k.dtype is v.dtype is dtype and k.device == v.device == device):
         return None
-    rest = []
+    rest = [grad and (q.is_inference() or k.is_inference() or v.is_inference())]  # of which copies are saved
     if not (attn_mask is cu_seqlens_q is sinks is None and len(tensors) == 7):
         for x in tensors[3:]:
             if x is None:
@@ -85,7 +85,7 @@ def kind_of(
             ):  # fmt: skip
                 return None
             else:
-                rest += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN
+                rest += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN, grad and x.is_inference()
         rest.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
     if window is not None:
         rest += map(type, window)
@@ -209,18 +209,10 @@ _LEFT = "left"
 class SdpaCall:
     """The plan of a call in full precision: a function of q, k, v, the mask, cu_seqlens_q and cu_seqlens_k."""
 
-    def __init__(self, contender: str, run: Callable[..., Tensor]) -> None:
-        """contender: of `sagebwd.auto.contenders`, who runs it."""
-        self.answer, self._run = handed_over(contender), run
-
-    def run(self, *given: Tensor | None) -> Tensor:
-        """The output."""
-        if _is_grad_enabled():
-            for x in given:
-                if x is not None and x.is_inference():
-                    given = tuple(map(savable, given))
-                    break
-        return self._run(*given)
+    def __init__(self, contender: str, run: Callable[..., Tensor], *, saves_copies: bool = False) -> None:
+        """contender: of `sagebwd.auto.contenders`, who runs it. saves_copies: of tensors of inference mode."""
+        self.answer = handed_over(contender)
+        self.run = (lambda *given: run(*map(savable, given))) if saves_copies else run
 
 
 class Plan:
@@ -276,7 +268,9 @@ class Plan:
         if cu_seqlens_q is not None and not cu_seqlens_q.is_cuda:
             checks.packing_values(cu_seqlens_q, "cu_seqlens_q", q.shape[0], self.call.queries.tokens)
             checks.packing_values(cu_seqlens_k, "cu_seqlens_k", k.shape[0], self.call.keys.tokens)
-        traced, mask = self._as_read(FORWARD, mask)
+        traced = None
+        if mask.__class__ is TracedBlockMask:
+            traced, mask = self._as_read(FORWARD, mask)
         workspace = torch.empty(self.bytes, dtype=torch.uint8, device=q.device)
         if self.is_empty or self.choice.forward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
@@ -311,7 +305,9 @@ class Plan:
         """
         deterministic = self.call.deterministic or torch.are_deterministic_algorithms_enabled()
         do, dlse = _in_memory(do, o), _in_memory(dlse, lse)
-        traced, mask = self._as_read(BACKWARD, mask)
+        traced = None
+        if mask.__class__ is TracedBlockMask:
+            traced, mask = self._as_read(BACKWARD, mask)
         if self.is_empty or self.choice.backward.impl == "reference":
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
@@ -343,12 +339,8 @@ class Plan:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
         return *gradients, by_block
 
-    def _as_read(
-        self, direction: str, mask: Mask | TracedBlockMask | None
-    ) -> tuple[TracedBlockMask | None, Mask | None]:
-        """A BlockMask that the program of a direction reads, or else the mask."""
-        if mask.__class__ is not TracedBlockMask:
-            return None, mask
+    def _as_read(self, direction: str, mask: TracedBlockMask) -> tuple[TracedBlockMask | None, Mask | None]:
+        """A BlockMask that the program of a direction reads, or else its mask, read now."""
         form = self._form(direction)
         if self.describes_masks and mask.has_room(form):
             return mask, None
