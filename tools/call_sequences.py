@@ -1,8 +1,8 @@
 """Random sequences of calls, each compared with a fresh process: `python -m tools.call_sequences --steps 2000`.
 
 One long-lived process runs the steps: eager, checkpointed and no_grad calls on three CUDA streams or in two threads;
-CUDA graphs, captured and replayed between eager calls; masks that every kind of writer rewrites; twice, thousands of
-other calls. The results of a step may depend on its `Call` alone. The tool orders a user's tensors among streams, as
+CUDA graphs, captured and replayed between eager calls; masks that every kind of writer rewrites, and mask objects that
+are copied, pickled and rebuilt; twice, thousands of other calls. The results of a step may depend on its `Call` alone. The tool orders a user's tensors among streams, as
 a user must; what sagebwd derives from them, sagebwd has to order.
 
 The oracle computes each distinct call in a fresh process: eager, on one stream, under a mask that is never rewritten
@@ -18,12 +18,14 @@ Exit code 1 where a step differs, hangs or crashes, 3 where time ran out before 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import faulthandler
 import json
 import math
 import multiprocessing
 import os
+import pickle
 import random
 import sys
 import tempfile
@@ -43,6 +45,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from sagebwd import read_block_mask, read_mask, sage_attention, sage_attention_varlen
@@ -50,6 +53,7 @@ from sagebwd.cache import ENTRIES
 from sagebwd.cli.hardware import check_device
 from sagebwd.cli.outputs import check_files
 from sagebwd.environment import write_whole
+from sagebwd.masks.mask import Mask
 from sagebwd.switches import current, switches
 
 # How a process says what it is at, and for how many seconds that may last.
@@ -265,6 +269,11 @@ WRITERS = {
     "cuda": ("copy_", "data.copy_", "kernel", "broadcast", "all_reduce"),
     "cpu": ("copy_", "data.copy_", "memmove", "numpy", "broadcast", "all_reduce", "scatter", "recv"),
 }
+# What becomes of a mask object before its first call: copies of it are used as it is, and what pytree code rebuilds.
+HANDLED = (
+    lambda mask: mask, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask)),
+    lambda mask: tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, mask), lambda mask: mask[:],
+)  # fmt: skip
 MOVING, WRITERS_OF_BLOCKS = ("data=", "reborn"), ("mask_mod=", "reborn")
 COLLECTIVES = ("broadcast", "scatter", "recv", "all_reduce")
 
@@ -421,6 +430,7 @@ class Runner:
         # by kind: what a user writes, and what calls are given
         self.masks: dict[Call, object] = {}
         self.read: dict[Call, object] = {}
+        self.handled: list[Call] = []
         # graph, its inputs, its results, and its mask
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], dict[str, Tensor], object]] = {}
 
@@ -491,7 +501,12 @@ class Runner:
                 self.masks[key] = call.mask_of(self.device)
             wait()
         with self.on(stream, step.sleeps):
-            self.read[key] = call.read_of(self.masks[key])  # sagebwd orders its use
+            found = call.read_of(self.masks[key])  # sagebwd orders its use
+            if isinstance(found, Mask):
+                found = HANDLED[len(self.handled) % len(HANDLED)](found)
+                self.handled.append(key)
+                wait()  # what is rebuilt is a user's
+            self.read[key] = found
 
     def eager(self, step: Step) -> dict[str, Tensor]:
         """Results of a call without a graph."""
