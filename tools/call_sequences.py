@@ -2,8 +2,8 @@
 
 One long-lived process runs the steps: eager, checkpointed and no_grad calls on three CUDA streams or in two threads;
 CUDA graphs, captured and replayed between eager calls; masks that every kind of writer rewrites, and mask objects that
-are copied, pickled and rebuilt; twice, thousands of other calls. The results of a step may depend on its `Call` alone. The tool orders a user's tensors among streams, as
-a user must; what sagebwd derives from them, sagebwd has to order.
+are copied, pickled and rebuilt; twice, thousands of other calls. The results of a step may depend on its `Call` alone.
+The tool orders a user's tensors among streams, as a user must; what sagebwd derives from them, sagebwd has to order.
 
 The oracle computes each distinct call in a fresh process: eager, on one stream, under a mask that is never rewritten
 and never freed. Starting CUDA takes seconds, too long for each of a thousand calls: so a process computes many calls,
