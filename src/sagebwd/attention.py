@@ -62,8 +62,8 @@ def sage_attention(
         is_causal: query i sees keys up to i (aligned top left, also where the lengths differ).
         scale: softmax scale; 1 / sqrt(head_dim) by default.
         enable_gqa: allow fewer key than query heads; query head h reads key head h // (heads // kv_heads).
-        block_mask: a BlockMask of ``torch.nn.attention.flex_attention``, or what `sagebwd.read_block_mask` made of it,
-            which torch.compile needs; attn_mask may be boolean key padding beside it.
+        block_mask: a BlockMask of ``torch.nn.attention.flex_attention``, or what `sagebwd.read_block_mask` made of it;
+            attn_mask may be boolean key padding beside it.
         window: (left, right) in tokens, -1 for no limit: query i sees keys i - left to i + right.
         sinks: (heads,), floating point of any dtype: a logit of each query head that stands beside the scaled scores
             of every query, whose value is zero, as gpt-oss has. The weights of the keys then sum to less than 1, and

@@ -65,19 +65,21 @@ def same_document() -> BlockMask:
     return create_block_mask(lambda b, h, q, k: document[q] == document[k], None, None, TOKENS, TOKENS, device="cuda")
 
 
-def test_a_block_mask_is_not_read_while_a_graph_is_captured():
+def test_a_block_mask_that_kernels_do_not_compute_is_not_read_while_a_graph_is_captured():
     q, mask = torch.randn(1, HEADS, TOKENS, 64, device="cuda", dtype=torch.bfloat16), same_document()
+    mask.mask_mod = lambda b, h, q, k: q >= k if q > 3 else q < k
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=side), pytest.raises(NotImplementedError, match=r"block_mask: .* captured"):
         sage_attention(q, q, q, block_mask=mask, recipe="token")
 
 
-@pytest.mark.parametrize("form", ["boolean", "BlockMask", "sinks"])
+@pytest.mark.parametrize("form", ["boolean", "BlockMask", "BlockMask, unread", "sinks"])
 def test_masks_and_sinks_in_a_cuda_graph(form):
     document = torch.arange(TOKENS, device="cuda") // 100
     masks = {
         "boolean": {"attn_mask": document[:, None] == document},
         "BlockMask": {"block_mask": read_block_mask(same_document())},
+        "BlockMask, unread": {"block_mask": same_document()},
         "sinks": {"sinks": torch.linspace(-1, 1, HEADS, device="cuda")},
     }[form]
 

@@ -26,10 +26,11 @@ _SHAPES = "(batch or 1, heads or 1, tokens or 1, kv_tokens or 1)"
 def read_block_mask(block_mask: BlockMask) -> Mask:
     """What a BlockMask of ``torch.nn.attention.flex_attention`` shows, for ``sage_attention(..., block_mask=)``.
 
-    `sage_attention` reads a BlockMask itself, in every call, which waits for the device: read it here once for all
-    layers and steps that share it. torch.compile, which cannot call its mask_mod, needs it read outside of what it
-    compiles. Only tiles of 128 x 128 that it shows in part are stored, a byte an element. What the BlockMask and its
-    mask_mod show later is not seen. A CUDA graph needs the result as long as it is replayed.
+    `sage_attention` reads a BlockMask itself, in every call: read it here once for all layers and steps that share it.
+    Reading waits for the device. Only tiles of 128 x 128 that it shows in part are stored, a byte an element. What the
+    BlockMask and its mask_mod show later is not seen. A CUDA graph needs the result as long as it is replayed.
+
+    The result can be sliced along the batch, moved by ``to``, copied and pickled.
 
     Raises TypeError for anything else.
     """
