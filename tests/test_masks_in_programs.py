@@ -179,13 +179,13 @@ def test_hoppers_kernels_are_given_what_was_read_before(form, never_before, two_
     monkeypatch.setattr(plan, "pieces", {})
     before = sm90_block_lists.read(elements, BATCH, (TOKENS, KEYS), by_query=True, by_key=True)
     of_elements = call._replace(key_mask=before.keys, mask=before)
-    forward = plan._forward_program(elements, True, plan.call, q).run([elements, q])
+    forward = plan._forward_program(elements, None, True, plan.call, q).run([elements, q])
     found, left = forward[:-4], forward[-4:]
     expected = given(dispatch.prepared(FORWARD, choice, of_elements))
     assert all(torch.equal(x, e) for x, e in zip(found, expected, strict=True))
     bits = before.parts.known(("bits", (TOKENS, KEYS), True))
     assert all(torch.equal(x, e) for x, e in zip(left, (before.blocks, before.keys, *bits), strict=True))
-    backward = plan._backward_program(elements, Left(*left), plan.call, q, q, q).run([elements, *left, q, q, q])
+    backward = plan._backward_program(elements, Left(*left), None, plan.call, q, q, q).run([elements, *left, q, q, q])
     expected = given(dispatch.prepared(BACKWARD, choice, of_elements))
     assert all(torch.equal(x, e) for x, e in zip(backward, expected, strict=True))
 
