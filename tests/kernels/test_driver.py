@@ -70,7 +70,8 @@ def test_a_workspace_has_room_for_what_forward_leaves(impl, recipe, dims, heads,
         q, k, v, *_ = case.inputs()
         call = case.call(q, k)
         plan = Plan(choice, call, q, k, sinks=False)
-        made = plan._forward_program(None, None, False, call, q, k, v, None)  # raises where a tensor has too little room
+        # raises where a tensor has too little room
+        made = plan._forward_program(None, None, False, call, q, k, v, None)
         assert made.has_workspace
         assert made.launches
 
