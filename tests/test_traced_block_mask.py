@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, noop_mask, or_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
 
 from sagebwd import read_block_mask, sage_attention
 from sagebwd.masks import mask as masks
@@ -33,6 +33,14 @@ def causal(b, h, q, k):
     return q >= k
 
 
+def added_in_place(q, k):
+    shown, at = q >= k, q + 0
+    kept = shown
+    at += 7
+    shown |= k == at
+    return kept & (k != 3)
+
+
 MODS = {
     "causal": causal,
     "documents": lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k),
@@ -51,6 +59,8 @@ MODS = {
     "fractions": lambda b, h, q, k: fractions[k] > 0.5,
     "of heads": lambda b, h, q, k: q - k < 20 * (h + 1) + b,
     "signs": lambda b, h, q, k: (abs(q - k) < 30) & ~(q == k) & (-q < -3),
+    "the method where": lambda b, h, q, k: (q >= k).where(q < 5, k == 0),
+    "in place": lambda b, h, q, k: added_in_place(q, k),
     "whole numbers": lambda b, h, q, k: q.int() // 1 == (k + 1 - 1).to(torch.int64),
 }
 WITH_BATCH, WITH_HEADS = ("of rows", "of heads"), ("of heads",)
@@ -108,7 +118,47 @@ def test_lists_without_whole_blocks(monkeypatch):
     assert_reads(made, monkeypatch)
 
 
+def test_lists_of_fewer_columns_than_blocks(monkeypatch):
+    """Regression: what lies beyond the last column had its state."""
+    counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32).view(1, 1, 2, 1)
+    lists = counts.to(DEVICE), indices.to(DEVICE)
+    assert_reads(
+        BlockMask((TOKENS, KEYS), *lists, None, None, None, None, None, None, (128, 128), noop_mask), monkeypatch
+    )
+
+
+def test_lists_of_fewer_rows_than_blocks_are_refused():
+    counts, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 3, dtype=torch.int32)
+    lists = counts.to(DEVICE), indices.to(DEVICE)
+    mask = BlockMask((TOKENS, KEYS), *lists, None, None, None, None, None, None, (128, 128), noop_mask)
+    for read in (read_block_mask, lambda mask: sage_attention(*inputs()[:3], block_mask=mask, recipe="full")):
+        with pytest.raises(ValueError, match="1 rows of blocks of 128 queries for 150 queries"):
+            read(mask)
+
+
+def counting(b, h, q, k):
+    count, found = torch.zeros((), dtype=torch.int64, device=DEVICE), q < 0
+    for _ in range(3):
+        count += 1
+        found = found | (q == count)
+    return found
+
+
+def caught(b, h, q, k):
+    try:
+        at = torch.clamp(q, min=3)
+    except Exception:
+        at = q
+    return at >= k
+
+
 UNTRACEABLE = {
+    "a tensor that is written after it was read": counting,
+    "what is caught": caught,
+    "an attribute of tensors": lambda b, h, q, k: q >= k if q.is_nested else q < k,
+    "a scalar of a wider dtype": lambda b, h, q, k: small[q] >= few,
+    "a fraction that FP32 lacks": lambda b, h, q, k: fractions.double()[k] >= 0.1,
+    "a negated view": lambda b, h, q, k: torch._neg_view(documents)[k] > -2,
     "a branch": lambda b, h, q, k: q >= k if q > 3 else q < k,
     "a sum of fractions": lambda b, h, q, k: fractions[q] + fractions[k] > 1,
     "fractions of both axes": lambda b, h, q, k: fractions[q] > fractions[k],

@@ -32,11 +32,21 @@ def read_block_mask(block_mask: BlockMask) -> Mask:
 
     The result can be sliced along the batch, moved by ``to``, copied and pickled.
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, ValueError for lists of fewer rows than there are blocks of queries.
     """
     if not is_block_mask(block_mask):
         raise TypeError(f"block_mask: expected a BlockMask, got {type(block_mask).__name__}")
+    _check_rows(block_mask)
     return _read_block_mask(block_mask).kept()
+
+
+def _check_rows(block_mask: BlockMask) -> None:
+    """Raises ValueError where lists have fewer rows than the queries need."""
+    rows, size, queries = block_mask.kv_indices.shape[2], block_mask.BLOCK_SIZE[0], block_mask.seq_lengths[0]
+    if rows * size < queries:
+        raise ValueError(
+            f"block_mask: {rows} rows of blocks of {size} queries for {queries} queries; give all of them"
+        )
 
 
 def read_mask(attn_mask: Tensor) -> Mask:
@@ -211,6 +221,7 @@ def check(block_mask: object, query: Tensor, key: Tensor) -> None:
     tokens = tuple(block_mask.seq_lengths)
     if tokens != tuple(shape[2:]):
         raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
+    _check_rows(block_mask)
     sizes, device = block_mask.kv_num_blocks.shape, block_mask.kv_num_blocks.device
     if not _broadcast(sizes[:2], shape[:2]):
         raise ValueError(

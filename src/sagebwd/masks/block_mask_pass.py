@@ -29,9 +29,9 @@ COMMON = tl.constexpr(2)
 CHUNK, TOKENS, TILES = 256, 256, 32
 # What follows from lengths, for which nothing is compiled.
 OF_LENGTHS = [
-    "count_batch", "count_head", "count_row", "index_batch", "index_head", "index_row", "full_count_batch",
-    "full_count_head", "full_count_row", "full_batch", "full_head", "full_row", "full_columns", "rows", "columns",
-    "stride_value", "longest", "chunks", "tiles_q", "tiles_k", "tokens_q", "tokens_k",
+    "count_batch", "count_head", "count_row", "index_batch", "index_head", "index_row", "index_columns",
+    "full_count_batch", "full_count_head", "full_count_row", "full_batch", "full_head", "full_row", "full_columns",
+    "rows", "columns", "stride_value", "longest", "chunks", "tiles_q", "tiles_k", "tokens_q", "tokens_k",
 ]  # fmt: skip
 # Programs that take listed tiles in turn: some on each of a large GPU's processors.
 PROGRAMS = 1024
@@ -85,14 +85,16 @@ def elements_of(found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], t
     return Read(found.blocks, found.tiles, found.keys, stored)
 
 
-def _states(lists: Lists) -> tuple[Tensor]:
+def _states(lists: Lists, size: int, tokens: int) -> tuple[Tensor]:
+    """States of blocks of so many keys."""
     counts, indices, *full = lists
-    found = torch.empty(indices.shape, dtype=torch.uint8, device=indices.device)
-    given = (counts, *counts.stride(), indices, *indices.stride())
+    batch, heads, rows, listed = indices.shape
+    columns = max(listed, -(-tokens // size))  # lists may have room for no more blocks than they name
+    found = torch.empty(batch, heads, rows, columns, dtype=torch.uint8, device=indices.device)
+    given = (counts, *counts.stride(), indices, *indices.stride(), listed)
     full = (full[0], *full[0].stride(), full[1], *full[1].stride(), full[1].shape[3]) if full[0] is not None else (
         None, 0, 0, 0, None, 0, 0, 0, 0, 0
     )  # fmt: skip
-    batch, heads, rows, columns = indices.shape
     program().launch(
         _states_kernel, (batch * heads * rows,), *given, *full, found, heads, rows, columns, CHUNK=CHUNK, num_warps=4
     )
@@ -116,7 +118,7 @@ def _elements(
 
 
 def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch: int) -> Tiles:
-    given, device = _states(lists)[0], lists.indices.device
+    given, device = _states(lists, sizes[1], tokens[1])[0], lists.indices.device
     grid = (*given.shape[:2], *(-(-n // masks.TILE) for n in tokens))
     map_of = [-(-n // masks.BLOCK) for n in tokens]
     found = Tiles(
@@ -196,9 +198,9 @@ def _pieces(sizes: tuple[int, int]) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=OF_LENGTHS)
 def _states_kernel(
-    counts, count_batch, count_head, count_row, indices, index_batch, index_head, index_row, index_column, full_counts,
-    full_count_batch, full_count_head, full_count_row, full_indices, full_batch, full_head, full_row, full_column,
-    full_columns, found, heads, rows, columns, CHUNK: tl.constexpr,
+    counts, count_batch, count_head, count_row, indices, index_batch, index_head, index_row, index_column,
+    index_columns, full_counts, full_count_batch, full_count_head, full_count_row, full_indices, full_batch, full_head,
+    full_row, full_column, full_columns, found, heads, rows, columns, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """States of one block of queries: none is seen, then those that are in part, then those that are whole."""
     number = tl.program_id(0)
@@ -210,7 +212,7 @@ def _states_kernel(
     tl.debug_barrier()
     count = tl.load(counts + batch * count_batch + head * count_head + row * count_row)
     indices += batch * index_batch + head * index_head + row * index_row
-    _mark(indices, index_column, tl.minimum(count, columns), found, columns, MASKED, CHUNK)
+    _mark(indices, index_column, tl.minimum(count, index_columns), found, columns, MASKED, CHUNK)
     if full_counts is not None:
         tl.debug_barrier()
         count = tl.load(full_counts + batch * full_count_batch + head * full_count_head + row * full_count_row)

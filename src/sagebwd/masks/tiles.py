@@ -88,7 +88,8 @@ def _ask(block_mask: BlockMask, given: Tensor, places: Tensor, seen: Tensor) -> 
 def _given(block_mask: BlockMask) -> Tensor:
     """(B, H, n, m) uint8 of the blocks that a BlockMask lists: WHOLE where it is full, MASKED where it is asked."""
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    columns = indices.shape[-1]
+    # lists may have room for no more blocks than they name
+    columns = max(indices.shape[-1], -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1]))
     # beyond the last column goes what is in no list
     states = torch.zeros(*counts.shape, columns + 1, dtype=torch.uint8, device=indices.device)
     listed = [(counts, indices, MASKED)]

@@ -8,6 +8,7 @@ go beside it, and a mask that changes in every step has the same kernel.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -52,8 +53,8 @@ class Trace(NamedTuple):
     numbers: tuple[int | float, ...]
 
 
-class Untraceable(Exception):
-    """Something that a trace has no operation for."""
+class Untraceable(BaseException):
+    """Something that a trace has no operation for; no Exception, which a mask_mod may catch and go on."""
 
 
 def traced(mask_mod: MaskMod, device: torch.device) -> Trace | None:
@@ -62,7 +63,9 @@ def traced(mask_mod: MaskMod, device: torch.device) -> Trace | None:
     try:
         with tracer:
             tracer.result(mask_mod(*tracer.indices))
-    except Exception:  # a mask_mod's own too: whoever then calls it with tensors sees that
+        if any(_version(x) != version for x, version in zip(tracer.tables, tracer.versions, strict=True)):
+            return None  # it wrote to what it had read
+    except (Exception, Untraceable):  # a mask_mod's own too: whoever then calls it with tensors sees that
         return None
     return Trace(STEP.join(tracer.steps), tuple(tracer.tables), tuple(tracer.numbers))
 
@@ -96,7 +99,13 @@ class Symbol:
         """A method of a tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if not callable(getattr(Tensor, name, None)):
+            raise Untraceable(name)
         return lambda *args, **kwargs: self.tracer.apply(name, (self, *args), kwargs)
+
+    def where(self, condition: Any, other: Any) -> Symbol:
+        """The method, whose condition comes second."""
+        return self.tracer.apply("where", (condition, self, other), {})
 
     def __bool__(self) -> bool:
         raise Untraceable("a branch on an index")
@@ -109,6 +118,19 @@ def _operator(name: str) -> Callable[..., Symbol]:
     return lambda self, *args: self.tracer.apply(name, (self, *args), {})
 
 
+def _in_place(name: str) -> Callable[..., Symbol]:
+    def written(self: Symbol, other: Any) -> Symbol:
+        found = self.tracer.apply(name, (self, other), {})
+        if found.dtype != self.dtype:
+            raise Untraceable(f"i{name}")
+        self.place, self.axes = found.place, found.axes
+        return self
+
+    return written
+
+
+for _name in (*ARITHMETIC[:5], *BITWISE):
+    setattr(Symbol, f"__i{_name}__", _in_place(_name))
 for _name in (*COMPARISONS, *ARITHMETIC[:5], *BITWISE, *(f"r{x}" for x in (*ARITHMETIC[:5], *BITWISE)), "neg", "abs"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
 Symbol.__invert__ = _operator("invert")
@@ -133,6 +155,7 @@ class _Tracer(TorchFunctionMode):
         self.steps: list[str] = []
         self.known: dict[str, int] = {}
         self.tables: list[Tensor] = []
+        self.versions: list[int | None] = []  # of tables, as they were read
         self.numbers: list[int | float] = []
         self.indices = [Symbol(self, place, torch.int64, axes) for place, axes in enumerate(INDICES)]
 
@@ -144,6 +167,8 @@ class _Tracer(TorchFunctionMode):
         if not any(isinstance(x, (Symbol, _Rows)) for x in _leaves((args, tuple(kwargs.values())))):
             return func(*args, **kwargs)
         name = func.__name__
+        if func is Tensor.where:
+            raise Untraceable(name)
         if name == "__getitem__":
             table, places = args
             return self.indexed(table, places if isinstance(places, tuple) else (places,))
@@ -195,8 +220,10 @@ class _Tracer(TorchFunctionMode):
             x = self.indexed(x, ())
         if isinstance(x, Symbol):
             return x if x.dtype == dtype else self.step("to", dtype, [x], dtype)
-        if isinstance(x, float) != dtype.is_floating_point and not isinstance(x, bool):
+        if not isinstance(x, float if dtype.is_floating_point else int):
             raise Untraceable("a number of another kind")
+        if dtype == torch.float64 and ctypes.c_float(x).value != x:  # kernels take numbers in float32
+            raise Untraceable("a number that float32 lacks")
         if isinstance(x, int) and not -(2**62) <= x < 2**62:
             raise Untraceable("a large number")
         self.numbers.append(int(x) if isinstance(x, bool) else x)
@@ -216,6 +243,11 @@ class _Tracer(TorchFunctionMode):
                 common = torch.int64
             if common.is_floating_point and not isinstance(x, float):
                 raise Untraceable("an integer beside fractions")
+        # beside what vmap hands on, torch narrows a tensor without dimensions, elsewhere not
+        if any(isinstance(x, Symbol) and x.dtype != common for x in (a, b)) and any(
+            isinstance(x, Tensor) for x in (a, b)
+        ):
+            raise Untraceable("a tensor of a wider dtype")
         if common not in NAMES or (common.is_floating_point and any(dtype != common for dtype in dtypes)):
             raise Untraceable("dtypes")
         return common
@@ -224,7 +256,9 @@ class _Tracer(TorchFunctionMode):
         """An element of a tensor that was captured."""
         if isinstance(table, _Rows):
             return table[places]
-        if not isinstance(table, Tensor) or len(table.shape) > MOST_DIMENSIONS:
+        if table.__class__ not in (Tensor, torch.nn.Parameter) or len(table.shape) > MOST_DIMENSIONS:
+            raise Untraceable("a table")
+        if table.is_neg() or table._is_zerotensor():
             raise Untraceable("a table")
         if table.dtype not in NAMES or table.device != self.device:
             raise Untraceable("a table")
@@ -241,6 +275,7 @@ class _Tracer(TorchFunctionMode):
         number = next((n for n, x in enumerate(self.tables) if x is table), len(self.tables))
         if number == len(self.tables):
             self.tables.append(table)
+            self.versions.append(_version(table))
         at = [self.value(x, torch.int64) for x in places]
         return self.step("load", table.dtype, at, table.dtype, number)
 
@@ -251,6 +286,10 @@ class _Tracer(TorchFunctionMode):
         found = self.value(x, torch.bool)
         if found.place != len(INDICES) + len(self.steps) - 1:  # known before
             self.steps.append(FIELD.join(("to", "int1", found.axes, str(found.place))))
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 _promoted = cache(torch.promote_types)
