@@ -10,16 +10,14 @@ the last ("near") share its blocks. Emulator in FP32, Gaussian inputs drawn in B
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lab.studies.study_tables import table, tell, write
+from lab.studies.study_tables import command, table, tell
 from sagebwd.diagnostics.trace import emulate
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
@@ -150,15 +148,12 @@ def _cell(value: float, how: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, write the JSON that ``arguments`` name, if any, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="JSON to write, .json")
-    file = parser.parse_args(arguments).file
-    if file is not None and file.suffix != ".json":
-        parser.error(f"file: {file} does not end in .json")
-    content = {"torch": torch.__version__, "tokens": TOKENS, "head_dim": HEAD_DIM, "seeds": SEEDS, "rows": measure()}
-    if file is not None:
-        write(file, content)
-    print(markdown(content))
+    command(arguments, __doc__, measured, markdown)
+
+
+def measured() -> dict:
+    """What the study found, and its settings."""
+    return {"torch": torch.__version__, "tokens": TOKENS, "head_dim": HEAD_DIM, "seeds": SEEDS, "rows": measure()}
 
 
 if __name__ == "__main__":

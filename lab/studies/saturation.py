@@ -13,18 +13,16 @@ are BF16; "16 bit" is torch's own attention on them. One head, no mask.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.studies.study_tables import table, tell, write
+from lab.studies.study_tables import command, table, tell
 from sagebwd import sage_attention
 from sagebwd.diagnostics.trace import SATURATED
 from sagebwd.reference.metrics import relative_l2
@@ -88,16 +86,13 @@ def markdown(content: dict) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, write the JSON that ``arguments`` name, if any, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="JSON to write, .json")
-    file = parser.parse_args(arguments).file
-    if file is not None and file.suffix != ".json":
-        parser.error(f"file: {file} does not end in .json")
-    content = {"torch": torch.__version__, "tokens": TOKENS, "head_dim": HEAD_DIM, "rows": measure()}
-    if file is not None:
-        write(file, content)
-    print(markdown(content))
+    """Measure, write the JSON that ``arguments`` name, if any, and print the tables."""
+    command(arguments, __doc__, measured, markdown)
+
+
+def measured() -> dict:
+    """What the study found, and its settings."""
+    return {"torch": torch.__version__, "tokens": TOKENS, "head_dim": HEAD_DIM, "rows": measure()}
 
 
 if __name__ == "__main__":

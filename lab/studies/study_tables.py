@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sagebwd.environment import write_whole
@@ -27,3 +28,18 @@ def table(headings: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
     headings = list(headings)
     rows = [headings, ["---"] * len(headings), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def command(
+    arguments: Sequence[str], description: str | None, measured: Callable[[], dict], markdown: Callable[[dict], str]
+) -> None:
+    """Measure, write the JSON that ``arguments`` name, if any, and print a study's tables."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, help="JSON to write, .json")
+    file = parser.parse_args(arguments).file
+    if file is not None and file.suffix != ".json":
+        parser.error(f"file: {file} does not end in .json")
+    content = measured()
+    if file is not None:
+        write(file, content)
+    print(markdown(content))
