@@ -214,6 +214,17 @@ def test_a_call_gives_what_it_gives_of_a_mask_that_was_read(recipe, by_kernels, 
     assert_equal(results(mask, recipe), expected)
 
 
+def test_other_calls_read_it_too(by_kernels):
+    """Of the reference, and of no tokens."""
+    mask, (q, k, v, do) = drawn("of heads"), inputs()
+    options = {"recipe": "full", "impl": "reference"}
+    expected = outcome(sage_attention, (q, k, v), do, block_mask=tiles_of(mask).kept(), **options)
+    assert_equal(outcome(sage_attention, (q, k, v), do, block_mask=mask, **options), expected)
+    empty = create_block_mask(causal, None, None, TOKENS, KEYS, device=DEVICE)
+    found = outcome(sage_attention, (q[:0], k[:0], v[:0]), do[:0], block_mask=empty, recipe=RECIPE, impl="triton")
+    assert [x.shape for x in found] == [x[:0].shape for x in (q, q, k, v)]
+
+
 def test_nothing_of_a_mask_is_remembered(by_kernels):
     """Of a mask_mod that is replaced, of what it captures and of lists that are rewritten a call sees what is now."""
     width, table = [3], torch.arange(KEYS, device=DEVICE) // 70

@@ -430,7 +430,7 @@ class Runner:
         # by kind: what a user writes, and what calls are given
         self.masks: dict[Call, object] = {}
         self.read: dict[Call, object] = {}
-        self.handled: list[Call] = []
+        self.handled = 0
         # graph, its inputs, its results, and its mask
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], dict[str, Tensor], object]] = {}
 
@@ -503,8 +503,8 @@ class Runner:
         with self.on(stream, step.sleeps):
             found = call.read_of(self.masks[key])  # sagebwd orders its use
             if isinstance(found, Mask):
-                found = HANDLED[len(self.handled) % len(HANDLED)](found)
-                self.handled.append(key)
+                found = HANDLED[self.handled % len(HANDLED)](found)
+                self.handled += 1
                 wait()  # what is rebuilt is a user's
             self.read[key] = found
 

@@ -133,8 +133,6 @@ def sage_attention(
         plan = None if spec is None else PLANS.get(spec)
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
-        if isinstance(mask, TracedBlockMask):
-            mask = mask_argument.read_now(block_mask)
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
     return _run(plan, given, mask, return_lse)
 
@@ -277,8 +275,9 @@ def _run(
 
 
 def _by_operators(
-    checked: Arguments, attn_mask: Tensor | None, mask: Mask | None, sinks: Tensor | None, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+    checked: Arguments, attn_mask: Tensor | None, mask: Mask | TracedBlockMask | None, sinks: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The outputs of a call that somebody may look at or change: by operators, or by torch, which then picks."""
     q, k, v, ask = checked.query, checked.key, checked.value, checked.ask
     if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced

@@ -26,7 +26,7 @@ from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.elements import Elements, Left, are_first_keys_apart, restored
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.parts import PartsOfCall, tensors_in
+from sagebwd.masks.parts import tensors_in
 from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
 from sagebwd.recipe import AUTO, FP8, INT8, Recipe
 from sagebwd.reference import sinks as epilogue
@@ -235,8 +235,8 @@ class Plan:
         sequences = queries.batch if call.packed else None
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
-        self.by_kernels = "reference" not in (choice.forward.impl, choice.backward.impl)
-        self.describes_masks = self.by_kernels and not are_first_keys_apart(choice, call)
+        by_kernels = "reference" not in (choice.forward.impl, choice.backward.impl)
+        self.describes_masks = by_kernels and not are_first_keys_apart(choice, call)
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
         self.programs = Cache(MOST_PROGRAMS)
@@ -245,8 +245,6 @@ class Plan:
         self, attn_mask: Tensor | None, mask: Mask | TracedBlockMask | None, q: Tensor, k: Tensor, *, trains: bool
     ) -> tuple[Tensor | None, Mask | TracedBlockMask | None]:
         """The keys that count, or None for the mask's own, and the mask where there is more to it, as they are now."""
-        if attn_mask is None and mask.__class__ is TracedBlockMask and (self.is_empty or not self.by_kernels):
-            return None, None if self.is_empty else mask.counted().with_parts(PartsOfCall())
         if attn_mask is None:
             return None, mask
         if self.padding is not None and mask is None:
@@ -340,7 +338,9 @@ class Plan:
         return *gradients, by_block
 
     def _as_read(self, direction: str, mask: TracedBlockMask) -> tuple[TracedBlockMask | None, Mask | None]:
-        """A BlockMask that the program of a direction reads, or else its mask, read now."""
+        """A BlockMask that the program of a direction reads, or else its mask, read now; neither of no tokens."""
+        if self.is_empty:
+            return None, None
         form = self._form(direction)
         if self.describes_masks and mask.has_room(form):
             return mask, None

@@ -19,7 +19,7 @@ from sagebwd.masks import mask as masks
 from sagebwd.masks.mask_blocks import BLOCK, MASKED, SIDE, SKIP, TILE, WHOLE, program
 from sagebwd.masks.mask_mod_kernel import crossings, seen, store_along
 from sagebwd.masks.trace_mask_mod import MOST_DIMENSIONS, Trace
-from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS_BY_KEY
+from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS_BY_KEY, Lists
 
 OF_ELEMENTS, OF_KEYS = tl.constexpr(ELEMENTS), tl.constexpr(WORDS_BY_KEY)
 SHOWS_ALL, HIDES_ALL = tl.constexpr(masks.SHOWS_ALL), tl.constexpr(masks.HIDES_ALL)
@@ -35,16 +35,6 @@ OF_LENGTHS = [
 ]  # fmt: skip
 # Programs that take listed tiles in turn: some on each of a large GPU's processors.
 PROGRAMS = 1024
-
-
-class Lists(NamedTuple):
-    """Lists of a BlockMask: how many blocks of keys each block of queries sees in part, (B, H, rows), and which,
-    (B, H, rows, columns), then the same of blocks that it sees whole, or None."""
-
-    counts: Tensor
-    indices: Tensor
-    full_counts: Tensor | None
-    full_indices: Tensor | None
 
 
 class Read(NamedTuple):
@@ -85,8 +75,8 @@ def elements_of(found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], t
     return Read(found.blocks, found.tiles, found.keys, stored)
 
 
-def _states(lists: Lists, size: int, tokens: int) -> tuple[Tensor]:
-    """States of blocks of so many keys."""
+def _states(lists: Lists, size: int, tokens: int) -> Tensor:
+    """(B, H, rows, columns) uint8: SKIP, MASKED or WHOLE of each block, of so many keys."""
     counts, indices, *full = lists
     batch, heads, rows, listed = indices.shape
     columns = max(listed, -(-tokens // size))  # lists may have room for no more blocks than they name
@@ -98,7 +88,7 @@ def _states(lists: Lists, size: int, tokens: int) -> tuple[Tensor]:
     program().launch(
         _states_kernel, (batch * heads * rows,), *given, *full, found, heads, rows, columns, CHUNK=CHUNK, num_warps=4
     )
-    return (found,)
+    return found
 
 
 def _read(
@@ -118,7 +108,7 @@ def _elements(
 
 
 def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch: int) -> Tiles:
-    given, device = _states(lists, sizes[1], tokens[1])[0], lists.indices.device
+    given, device = _states(lists, sizes[1], tokens[1]), lists.indices.device
     grid = (*given.shape[:2], *(-(-n // masks.TILE) for n in tokens))
     map_of = [-(-n // masks.BLOCK) for n in tokens]
     found = Tiles(

@@ -139,11 +139,11 @@ def _pass_kernel(
         shown, cut = x != 0, (x == 0) & there
     at_words = number.to(tl.int64) * (TILE * 4)
     if words is not None:
-        tl.store(words + at_words + along[:, None] * 4 + word[None, :], bits_of(shown, False))
+        tl.store(words + at_words + along[:, None] * 4 + word[None, :], _bits_of(shown, False))
     if words_by_key is not None:
-        tl.store(words_by_key + at_words + along[None, :] * 4 + word[:, None], bits_of(shown, True))
+        tl.store(words_by_key + at_words + along[None, :] * 4 + word[:, None], _bits_of(shown, True))
     if blocks is not None:
-        state = states_of(shown, cut)
+        state = _states_of(shown, cut)
         side = tl.arange(0, SIDE)
         row, column = first_q // BLOCK + side, first_k // BLOCK + side
         rows, columns = tl.cdiv(tokens_q, BLOCK), tl.cdiv(tokens_k, BLOCK)
@@ -159,7 +159,7 @@ def _pass_kernel(
 
 
 @triton.jit
-def bits_of(shown, BY_KEY: tl.constexpr):
+def _bits_of(shown, BY_KEY: tl.constexpr):
     """Words of a tile (TILE, TILE), (TILE, 4) int32 as `sm90_block_lists.pack` has them; by key (4, TILE), a row of
     keys in each column."""
     along = tl.arange(0, TILE)
@@ -173,7 +173,7 @@ def bits_of(shown, BY_KEY: tl.constexpr):
 
 
 @triton.jit
-def states_of(shown, cut):
+def _states_of(shown, cut):
     """SKIP, MASKED or WHOLE of the blocks of a tile, (SIDE, SIDE) uint8; cut: what keeps one from being whole."""
     return tl.where(_of_blocks(shown) == 0, SKIP, tl.where(_of_blocks(cut) == 0, WHOLE, MASKED)).to(tl.uint8)
 

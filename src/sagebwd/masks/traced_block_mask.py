@@ -22,8 +22,6 @@ from sagebwd.masks.trace_mask_mod import Trace, traced
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from sagebwd.masks.block_mask_pass import Lists
-
 # Bytes that a call may take for tiles of which nobody knows whether they are there: beyond these they are counted,
 # which waits for the device. Bits of 65536 queries and keys.
 MOST_BYTES = 1 << 29
@@ -37,6 +35,16 @@ def refuse_in_capture(what: str) -> None:
         f"block_mask: a BlockMask {what} cannot be read while a CUDA graph is captured, since that waits for the "
         "device; pass sagebwd.read_block_mask(block_mask), made before the capture"
     )
+
+
+class Lists(NamedTuple):
+    """Lists of a BlockMask: how many blocks of keys each block of queries sees in part, (B, H, rows), and which,
+    (B, H, rows, columns), then the same of blocks that it sees whole, or None."""
+
+    counts: Tensor
+    indices: Tensor
+    full_counts: Tensor | None
+    full_indices: Tensor | None
 
 
 class TracedBlockMask(NamedTuple):
@@ -61,8 +69,6 @@ class TracedBlockMask(NamedTuple):
         for x in (*lists, *trace.tables):
             if x is not None and (x.device != device or x.layout is not torch.strided):
                 return None
-        from sagebwd.masks.block_mask_pass import Lists
-
         return cls(Lists(*lists), trace, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
 
     @property
