@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from sagebwd.auto.explain import explain, explain_varlen
     from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
     from sagebwd.masks.argument import read_block_mask, read_mask
-    from sagebwd.norm_rope import qk_norm_rope, qk_norm_rope_attention
+    from sagebwd.norm_rope.functions import qk_norm_rope, qk_norm_rope_attention
     from sagebwd.recipe import RECIPES, Recipe
     from sagebwd.switches import switches
     from sagebwd.version import __version__

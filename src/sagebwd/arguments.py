@@ -51,8 +51,8 @@ def packed_choice_of(
 ) -> tuple[Choice, Arguments]:  # fmt: skip
     """The same of `sage_attention_varlen`."""
     checked = packed_arguments_of(
-        query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
-        sinks, recipe, impl, return_lse, card,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window, sinks,
+        recipe, impl, return_lse, card,
     )  # fmt: skip
     return _choice_on(card, checked)
 
@@ -134,9 +134,9 @@ def arguments_of(
 
 
 def packed_arguments_of(
-    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
-    is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
-    impl: str | None, return_lse: bool, card: str | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None,
+    recipe: str | Recipe, impl: str | None, return_lse: bool, card: str | None = None,
 ) -> Arguments:  # fmt: skip
     """A call of `sage_attention_varlen`; raises as that. card: where one is named, tensors count as on a GPU."""
     checks.options(impl, return_lse=return_lse)
@@ -145,7 +145,8 @@ def packed_arguments_of(
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
     checks.heads(query.shape[1], key.shape[1], enable_gqa=True)
     checks.sinks(sinks, query)
-    lengths = checks.packing(*offsets, lengths, query.device)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     checks.refuse_only_torch(query, value, None, 0)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))

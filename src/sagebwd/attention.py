@@ -14,6 +14,7 @@ from sagebwd.auto import torch_attention
 from sagebwd.auto.contenders import CUDNN, PEERS
 from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.cache import PLANS
+from sagebwd.call import Prologue
 from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
@@ -112,7 +113,7 @@ def sage_attention(
     spec = laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
-        return _run(plan, given, mask, return_lse)
+        return run(plan, given, mask, return_lse)
     checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
@@ -137,7 +138,7 @@ def sage_attention(
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
-    return _run(plan, given, mask, return_lse)
+    return run(plan, given, mask, return_lse)
 
 
 def sage_attention_varlen(
@@ -179,19 +180,18 @@ def sage_attention_varlen(
     if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
         query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
-    lengths = max_seqlen_q, max_seqlen_k
-    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, *lengths)
+    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, max_seqlen_q, max_seqlen_k)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
-        return _run(plan, given, None, return_lse)
+        return run(plan, given, None, return_lse)
     checked = packed_arguments_of(
-        query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
-        return_lse,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window, sinks,
+        recipe, impl, return_lse,
     )  # fmt: skip
     plan = _planned(None, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, None, None, sinks, return_lse)
-    return _run(plan, given, None, return_lse)
+    return run(plan, given, None, return_lse)
 
 
 def _planned(
@@ -248,30 +248,30 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
     return run
 
 
-def _run(
-    plan: Plan | SdpaCall,
-    given: tuple[Tensor | None, ...],
-    mask: Mask | TracedBlockMask | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The outputs of a call by its plan."""
+def run(
+    plan: Plan | SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None = None,
+    return_lse: bool = False, prologue: Prologue | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The outputs of a call by its plan; prologue: of a plan that has one, without return_lse."""
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
     if plan.__class__ is SdpaCall:
         return plan.run(q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k)
     trains = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
+        or (prologue is not None and any(x is not None and x.requires_grad for x in prologue[2:4]))
+    )  # fmt: skip
     key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
-        outputs = SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks)
+        outputs = SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks, *(prologue or ()))
         if not return_lse:
             return outputs
         o, lse, workspace = outputs
     else:
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+            masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, prologue)
     if not return_lse:
         return o
     return o, epilogue.true_lse(lse, q, plan.k_mean(workspace), plan.call.scale, cu_seqlens_q, sinks)

@@ -403,7 +403,7 @@ def test_a_trace_of_packed_calls_takes_heads_as_symbols():
     options = True, None, None, None, "auto", None, False, "NVIDIA H200"
 
     def tokens(q, k, offsets):
-        return q * arguments.packed_arguments_of(q, k, k, (offsets, offsets), (9, 9), *options).size.queries
+        return q * arguments.packed_arguments_of(q, k, k, offsets, offsets, 9, 9, *options).size.queries
 
     torch._dynamo.reset()
     compiled = torch.compile(tokens, fullgraph=True, backend="eager", dynamic=True)

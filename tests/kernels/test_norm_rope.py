@@ -9,8 +9,8 @@ from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.test_norm_rope import by_hand, drawn, table
 
 pytest.importorskip("triton")
-from sagebwd import norm_rope_ops
 from sagebwd.kernels import norm_rope as kernels
+from sagebwd.norm_rope import ops as norm_rope_ops
 
 pytestmark = on_gpu
 EPS = 1e-5

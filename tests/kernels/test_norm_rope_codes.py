@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sagebwd import dispatch, norm_rope_plan, qk_norm_rope_attention
+from sagebwd import dispatch, qk_norm_rope_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
+from sagebwd.norm_rope import plan
 from sagebwd.recipe import Recipe
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED, norm_rope
 from sagebwd.reference.quantize import quantize_tokens
@@ -338,7 +339,7 @@ def test_arguments_of_the_other_layout_are_refused_in_every_call(stand_in, packe
     for other in (*others, {"is_causal": None}):
         with pytest.raises(TypeError, match=next(iter(other))):
             qk_norm_rope_attention(q, k, v, eps=EPS, **offsets, **other)
-    assert len(PLANS) == 1
+    assert sum(x is not plan.COMPOSED for x in PLANS.values()) == 1
 
 
 def test_weights_alone_make_a_call_one_of_training(stand_in, monkeypatch):
@@ -362,12 +363,18 @@ def test_weights_alone_make_a_call_one_of_training(stand_in, monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize(
     "given",
-    [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}], ids=str,
+    [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}], ids=["lse", "sinks", "mask"],
 )  # fmt: skip
 def test_other_calls_are_composed(monkeypatch, given):
-    monkeypatch.setattr(norm_rope_plan, "_plan_of", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(plan, "takes_prologue", lambda *_: pytest.fail("may be planned"))
     q, k, v = (Case(heads=(2, 2)).draw(2, n) for n in range(3))
     qk_norm_rope_attention(q, k, v, eps=EPS, recipe="mixed", **given)
+
+
+def compose(monkeypatch):
+    """Have no family take a prologue."""
+    monkeypatch.setattr(plan, "takes_prologue", lambda *_: False)
+    PLANS.clear()
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="of Hopper's kernels")
@@ -386,7 +393,7 @@ def test_other_calls_are_composed(monkeypatch, given):
 def test_fused_and_composed_are_equal(monkeypatch, case, given):
     """But for codes that a tie has the other way."""
     found = fused_and_gradients(case, given)
-    monkeypatch.setattr(norm_rope_plan, "attend", lambda *_: None)
+    compose(monkeypatch)
     for name, a, e in zip(("o", "dq", "dk", "dv", "dq_weight", "dk_weight"), found, fused_and_gradients(case, given)):
         assert (a.double() - e.double()).norm() <= 1e-2 * e.double().norm(), name
 

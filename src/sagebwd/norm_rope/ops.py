@@ -1,7 +1,7 @@
 """The operator of `sagebwd.kernels.norm_rope`, as torch.compile sees it: schema, shapes, autograd.
 
-``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope` has the arguments, and composes
-`sagebwd.reference.norm_rope` where it asks for no kernels.
+``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope.functions` has the arguments, and
+composes `sagebwd.reference.norm_rope` where it asks for no kernels.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _NormRope(torch.autograd.Function):
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
         offsets = arguments[11:] or (None, None)
         kept = *tensors, *offsets
-        ctx.save_for_backward(*map(savable, inputs), q_inverse_rms, k_inverse_rms, *map(savable, kept))
+        ctx.save_for_backward(*savable(*inputs, q_inverse_rms, k_inverse_rms, *kept))
         return *outputs, q_inverse_rms, k_inverse_rms
 
     @staticmethod
@@ -133,4 +133,4 @@ class _NormRope(torch.autograd.Function):
         return None, *needed, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
-differentiable(_NormRope, qk_norm_rope)
+differentiable(_NormRope, qk_norm_rope, ("q", "k", "q_weight", "k_weight"))
