@@ -208,9 +208,9 @@ def attention_backward(
     q_sin: Tensor | None = None,
     k_cos: Tensor | None = None,
     k_sin: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v; of sinks in lse's dtype and of the weights in FP32,
-    empty where there are none.
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v, and those of sinks, in lse's dtype, and of the
+    weights, FP32, as far as there are any.
 
     q and k are given where `keeps_inputs` says so, or there is a norm; of sinks none is read.
     """
@@ -227,8 +227,7 @@ def attention_backward(
     masks = key_mask, _mask(mask, mask_tiles, mask_blocks, key_mask), cu_seqlens_q, cu_seqlens_k
     with torch.autocast(v.device.type, enabled=False), device_of(v):
         dq, dk, dv, *weights, dsinks = plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
-        rest = dsinks, *(weights or (None, None))
-        return dq, dk, dv, *(lse.new_empty(0) if x is None else x for x in rest)
+        return dq, dk, dv, [x for x in (dsinks, *weights) if x is not None]
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=LIBRARY)
@@ -241,7 +240,7 @@ def _(
     dq, dk, dv = empty_gradients(choice.recipe, head_dim, o, v)
     if interleaved is not None:
         dk = empty_like_rows(dk if k is None else k)
-    return dq, dk, dv, *(lse.new_empty((0,) if x is None else x.shape) for x in (sinks, q_weight, k_weight))
+    return dq, dk, dv, [lse.new_empty(x.shape) for x in (sinks, q_weight, k_weight) if x is not None]
 
 
 def differentiable(
@@ -296,10 +295,9 @@ class _Attention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
             saved = q, k, v, o, lse, workspace, sinks, *masks
-            found = attention_backward(do, dlse, *saved, *ctx.settings, *ctx.prologue, *tensors)
-        gradients = list(found[:3])
-        for n, x, dx in zip((4, 22, 23), (sinks, *tensors), found[3:]):
-            gradients.append(dx.to(x.dtype) if ctx.needs_input_grad[n] else None)
+            *gradients, rest = attention_backward(do, dlse, *saved, *ctx.settings, *ctx.prologue, *tensors)
+        rest = iter(rest)
+        gradients += [None if x is None else next(rest).to(x.dtype) for x in (sinks, *tensors[:2])]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = once_differentiable((o, do, dlse), gradients)
         return None, *gradients[:4], *(None,) * 17, *gradients[4:], *(None,) * 4
