@@ -13,7 +13,7 @@ from sagebwd.call import empty_like_rows
 from sagebwd.checkpointing import keep_attention
 from sagebwd.reference.norm_rope import HALF, INTERLEAVED
 from tests.gpus import HAS_HOPPER, OF_PROJECTIONS, OF_ROWS, kernels_of
-from tests.test_norm_rope import drawn
+from tests.norm_rope.test_functions import drawn
 
 pytest.importorskip("triton")
 from tests.kernels.test_norm_rope_codes import DEVICE, EPS, Case, Family, compose, stand_in  # noqa: F401, a fixture
@@ -21,7 +21,7 @@ from tests.kernels.test_norm_rope_codes import DEVICE, EPS, Case, Family, compos
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 ATTENTION, ATTENTION_BACKWARD = torch.ops.sagebwd.attention.default, torch.ops.sagebwd.attention_backward.default
 # Those of a call with a prologue, as `Seen` tells them apart.
-OPERATOR, BACKWARD = OF_PROLOGUE = [f"{operator} of a prologue" for operator in (ATTENTION, ATTENTION_BACKWARD)]
+OPERATOR, BACKWARD = [f"{operator} of a prologue" for operator in (ATTENTION, ATTENTION_BACKWARD)]
 NAMES = "o", "dq", "dk", "dv", "dq_weight", "dk_weight"
 
 
@@ -66,7 +66,7 @@ CASES = [
 
 
 class Seen:
-    """A backend that keeps the operators of the graphs which it is given; attention's as `OF_PROLOGUE` with one."""
+    """A backend that keeps the operators of the graphs which it is given; attention's of a prologue by such a name."""
 
     def __init__(self) -> None:
         self.operators: list[object] = []
