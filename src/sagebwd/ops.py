@@ -83,34 +83,13 @@ def _(mask):
 
 @operator
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    key_mask: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    mask_blocks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: str,
-    impl: str,
-    deterministic: bool,
-    eps: float | None = None,
-    interleaved: bool | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    q_cos: Tensor | None = None,
-    q_sin: Tensor | None = None,
-    k_cos: Tensor | None = None,
-    k_sin: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None,
+    mask_tiles: Tensor | None, mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool, window_left: int, window_right: int, scale: float,
+    recipe: str, impl: str, deterministic: bool, eps: float | None = None, interleaved: bool | None = None,
+    q_weight: Tensor | None = None, k_weight: Tensor | None = None, q_cos: Tensor | None = None,
+    q_sin: Tensor | None = None, k_cos: Tensor | None = None, k_sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """O, lse of the smoothed scores, and the workspace."""
     checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
     of_prologue = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin
@@ -175,40 +154,14 @@ def _(
 
 @operator
 def attention_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    workspace: Tensor,
-    sinks: Tensor | None,
-    key_mask: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    mask_blocks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    head_dim: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: str,
-    impl: str,
-    deterministic: bool,
-    eps: float | None = None,
-    interleaved: bool | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    q_cos: Tensor | None = None,
-    q_sin: Tensor | None = None,
-    k_cos: Tensor | None = None,
-    k_sin: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
+    workspace: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None, mask_tiles: Tensor | None,
+    mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, head_dim: int,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool, window_left: int, window_right: int, scale: float,
+    recipe: str, impl: str, deterministic: bool, eps: float | None = None, interleaved: bool | None = None,
+    q_weight: Tensor | None = None, k_weight: Tensor | None = None, q_cos: Tensor | None = None,
+    q_sin: Tensor | None = None, k_cos: Tensor | None = None, k_sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Gradients dq, dk, dv in the shapes and dtypes of q, k, v, and those of sinks, in lse's dtype, and of the
     weights, FP32, as far as there are any.
 

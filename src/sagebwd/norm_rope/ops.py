@@ -27,20 +27,10 @@ def _kernels() -> ModuleType:
 
 @operator
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_cos: Tensor | None,
-    q_sin: Tensor | None,
-    k_cos: Tensor | None,
-    k_sin: Tensor | None,
-    eps: float | None,
-    interleaved: bool,
-    dtype: torch.dtype | None,
-    q_offsets: Tensor | None = None,
-    k_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None, q_sin: Tensor | None,
+    k_cos: Tensor | None, k_sin: Tensor | None, eps: float | None, interleaved: bool, dtype: torch.dtype | None,
+    q_offsets: Tensor | None = None, k_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Q and K normalised and rotated, and 1 / rms of their rows, empty where there is no norm.
 
     Shapes: q (B, Hq, N, D), k (B, Hkv, M, D), weights (D,), cos and sin (B or 1, N or M, R), 1 / rms (B, H, N) FP32.
@@ -64,24 +54,11 @@ def _(q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dt
 
 @operator
 def qk_norm_rope_backward(
-    dq_out: Tensor,
-    dk_out: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    q_inverse_rms: Tensor,
-    k_inverse_rms: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_cos: Tensor | None,
-    q_sin: Tensor | None,
-    k_cos: Tensor | None,
-    k_sin: Tensor | None,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
-    interleaved: bool,
-    q_dtype: torch.dtype,
+    dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, q_inverse_rms: Tensor, k_inverse_rms: Tensor,
+    q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None, q_sin: Tensor | None, k_cos: Tensor | None,
+    k_sin: Tensor | None, q_offsets: Tensor | None, k_offsets: Tensor | None, interleaved: bool, q_dtype: torch.dtype,
     k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q and k in their dtypes, and of the weights (D,) FP32, empty where there are none.
 
     q and k are given where there is a norm. A weight's is summed over programs in one order.
