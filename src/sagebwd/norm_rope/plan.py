@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd import dispatch, ops, switches
+from sagebwd import checks, dispatch, ops, switches
 from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto.assume_constant import assume_constant
@@ -68,6 +68,7 @@ def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: 
     """The output by attention's operator, or None where the call is composed. Raises as `sage_attention`."""
     if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
+    checks.refuse_distributed(query=q, key=k, value=v)
     checked = _checked(q, k, v, prologue, attention)
     if checked is None or dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
         return None
