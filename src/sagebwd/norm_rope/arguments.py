@@ -8,7 +8,7 @@ from torch import Tensor
 from sagebwd import checks
 from sagebwd.call import Prologue
 from sagebwd.dispatch import check_known
-from sagebwd.reference.norm_rope import INTERLEAVED, ROPES
+from sagebwd.norm_rope.composed import INTERLEAVED, ROPES
 
 _LAYOUTS = "(batch, heads, tokens, head_dim), or packed (total_tokens, heads, head_dim)"
 Positions = Tensor | tuple[Tensor | None, Tensor | None] | None

@@ -17,8 +17,8 @@ from sagebwd.derivatives import savable
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.norm_rope import ops
 from sagebwd.norm_rope.arguments import check, prologue_of
+from sagebwd.norm_rope.composed import HALF, norm_rope
 from sagebwd.norm_rope.plan import COMPOSED, by_operator, plan_of, spec_of
-from sagebwd.reference.norm_rope import HALF, norm_rope
 
 
 def qk_norm_rope_attention(

@@ -19,12 +19,13 @@ from torch import Tensor
 from sagebwd import checks, dispatch, ops, switches
 from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.counts import answer, counts
+from sagebwd.auto import choice as auto_choice
 from sagebwd.call import Ask, Prologue, keeps_inputs
+from sagebwd.counts import answer, counts
 from sagebwd.planning import specification
 from sagebwd.planning.plan import Plan
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import assume_constant
 
 # In a plan's place.
 COMPOSED = "composed"
@@ -70,7 +71,7 @@ def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: 
         return None
     checks.refuse_distributed(query=q, key=k, value=v)
     checked = _checked(q, k, v, prologue, attention)
-    if checked is None or dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
+    if checked is None or auto_choice.contender_of(checked.ask, checked.size, None, False) is not None:
         return None
     recipe, *asked = checked.ask
     chosen = _chosen(str(recipe), *asked)
