@@ -114,7 +114,7 @@ def _chosen(recipe: str, *asked: object) -> tuple[str, str] | None:
     """The recipe and the choice's name of a call whose passes take the prologue, or None; of an `Ask` by its parts."""
     ask = Ask(recipe if recipe == AUTO else Recipe.parse(recipe), *asked)
     try:
-        choice = dispatch.choose(ask)
+        choice = auto_choice.choose(ask)
     except (NotImplementedError, TypeError, ValueError):  # which it raises where it is composed
         return None
     return (str(choice.recipe), choice.name) if takes_prologue(choice, ask.head_dim) else None
