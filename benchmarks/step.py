@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.baselines import DOES_NOT_RUN, reason_of
 from benchmarks.breakdown import PARTS, breakdown
-from benchmarks.step_attentions import Attentions, is_ours, names_of
+from benchmarks.step_attentions import NAMES, Attentions, is_ours, names_of
 from benchmarks.step_models import CHUNKED, MODELS, Trained
 from benchmarks.timer import from_rest
 from sagebwd.cli.results import environment, installed_version
@@ -129,9 +129,9 @@ def measure(
 ) -> list[Measurement]:  # fmt: skip
     """A row of each attention of a case.
 
-    Args: names, of attentions, None for all of the model; layers, None for the model's own; total, tokens of a step;
-    loss, of `LOSSES`; steps, timed in each of ``rounds`` behind one that is not; tell, is told what begins and which
-    share is done.
+    Args: names, of attentions, None for all that the model has; layers, None for the model's own; total, tokens of a
+    step; loss, of `LOSSES`; steps, timed in each of ``rounds`` behind one that is not; tell, is told what begins and
+    which share is done.
 
     Raises what the model's library does where the model cannot be made.
     """
@@ -141,10 +141,8 @@ def measure(
     tell("making the model", 0.0)
     trained = model.build(layers, case.tokens, total, device, case.compiled, loss)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-6, fused=True)
-    attentions, found = (
-        Attentions(model, trained),
-        {name: _Found() for name in names or names_of(model, case.compiled)},
-    )
+    attentions = Attentions(model, trained)
+    found = {name: _Found() for name in names_of(model, case.compiled) if name in (names or NAMES)}
     limit = 8 + 2 * trained.layers + len(found)
     with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
         first, reference = None, None

@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from benchmarks.step_models import Decoder, Joint, Model, Trained
+from benchmarks.step_models import Decoder, Joint, Model, Trained, Video
 from sagebwd import read_block_mask, sage_attention
 
-SDPA, UNMASKED, FLEX = "sdpa", "sdpa-unmasked", "flex_attention"
-"""`UNMASKED`: Transformers' ``sdpa`` under a name whose mask function makes no mask, right for causal layers alone."""
+SDPA, UNMASKED, EAGER, FLEX = "sdpa", "sdpa-unmasked", "eager", "flex_attention"
+"""`UNMASKED`: Transformers' ``sdpa`` under a name whose mask function makes no mask, right for causal layers alone.
+`EAGER`: of gpt-oss alone, which has no ``sdpa``."""
 FLASH_4, FLASH_3 = "flash_attention_4", "flash_attention_3"
 OURS, FUSED = "sagebwd", "sagebwd+fuse"
 """`FUSED`: with ``config.sagebwd = {"fuse": True}``."""
-NAMES = SDPA, UNMASKED, FLASH_4, FLASH_3, FLEX, OURS, FUSED
+NAMES = SDPA, UNMASKED, EAGER, FLASH_4, FLASH_3, FLEX, OURS, FUSED
 WAN = "diffusers.models.transformers.transformer_wan"
 BACKENDS = {SDPA: "native", FLASH_4: "flash_4_hub", FLASH_3: "_flash_3", FLEX: "flex", OURS: "sagebwd"}
 """What Diffusers calls them."""
@@ -31,11 +32,15 @@ def is_ours(name: str) -> bool:
 
 
 def names_of(model: Model, compiled: bool) -> tuple[str, ...]:
-    """The attentions of a model, without those that are another one there."""
-    if not isinstance(model, Decoder):
-        return (SDPA, FLASH_4, FLASH_3, FLEX, OURS) if isinstance(model, Joint) else (SDPA, FLEX, OURS)
-    has_mask = not compiled or "sliding_window" in model.sizes
-    return tuple(name for name in NAMES if name != UNMASKED or not has_mask)
+    """The attentions that a model has, without those that are another one there."""
+    if isinstance(model, Joint):
+        return tuple(BACKENDS)
+    if isinstance(model, Video):
+        return SDPA, FLEX, OURS
+    leaves_out = {SDPA if model.family == "GptOss" else EAGER}
+    if not compiled or "sliding_window" in model.sizes:
+        leaves_out.add(UNMASKED)
+    return tuple(name for name in NAMES if name not in leaves_out)
 
 
 class Attentions:

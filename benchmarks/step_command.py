@@ -27,8 +27,8 @@ def step(
     attention: Annotated[
         list[str] | None,
         typer.Option(
-            help="sdpa, sdpa-unmasked, flash_attention_4, flash_attention_3, flex_attention, sagebwd or sagebwd+fuse; "
-            "repeat [default: all of the model]."
+            help="sdpa, sdpa-unmasked, eager, flash_attention_4, flash_attention_3, flex_attention, sagebwd or "
+            "sagebwd+fuse; repeat [default: all that a model has]."
         ),
     ] = None,
     layers: Annotated[

@@ -76,12 +76,12 @@ class Decoder:
         small = device == "cpu"
         layers = layers or (min(self.layers, SMALL_LAYERS) if small else self.layers)
         vocabulary = SMALL_VOCABULARY if small else -(-self.vocabulary * layers // self.whole // 64) * 64
-        sizes = dict(self.sizes) | ({name: SMALL[name] for name in SMALL if name in self.sizes} if small else {})
+        sizes = {name: SMALL.get(name, x) if small and x is not None else x for name, x in self.sizes.items()}
         if "first_k_dense_replace" in sizes:
             sizes["first_k_dense_replace"] = layers
         config = getattr(transformers, f"{self.family}{self.text}Config")(
-            vocab_size=vocabulary, num_hidden_layers=layers, max_position_embeddings=tokens, use_cache=False,
-            pad_token_id=None, bos_token_id=None, eos_token_id=None, **sizes,
+            vocab_size=vocabulary, num_hidden_layers=layers, use_cache=False, pad_token_id=None, bos_token_id=None,
+            eos_token_id=None, **sizes,
         )  # fmt: skip
         with torch.device(device):  # where numbers are drawn sooner
             model = getattr(transformers, f"{self.family}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
