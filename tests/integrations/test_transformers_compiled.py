@@ -142,6 +142,31 @@ def test_compiled_positions_are_sdpas_and_packing_that_is_not_seen_is_an_error()
         refused(jumping, **plain)
 
 
+def elements_in_the_graph_of(model):
+    """Shapes of values in the compiled forward of a causal training step that have an element a query and key."""
+    torch._dynamo.reset()
+    ids, shapes = tokens(2, 20), []
+
+    def record(graph, _):
+        values = (node.meta.get("example_value") for node in graph.graph.nodes)
+        shapes.extend(x.shape for x in values if isinstance(x, torch.Tensor))
+        return graph
+
+    compiled = torch.compile(model.train(), fullgraph=True, backend=record)
+    assert compiled(input_ids=ids, use_cache=False).logits.requires_grad
+    assert shapes
+    return [tuple(shape) for shape in shapes if shape[-2:] == (20, 20)]
+
+
+def test_a_compiled_causal_step_has_no_mask_of_elements():
+    """Where SDPA's does, which makes its kernels slower: a trace cannot rule out packed sequences."""
+    theirs, ours = pair(LlamaConfig(**ONE_LAYER))
+    assert elements_in_the_graph_of(theirs)
+    for settings in ({"recipe": "auto"}, {"recipe": "token"}, {"recipe": "auto", "fuse": True}):
+        ours.config.sagebwd = settings
+        assert elements_in_the_graph_of(ours) == []
+
+
 @pytest.mark.parametrize("implementation", ["sagebwd", "full-precision-sdpa", "full-precision-fa4"])
 def test_layers_that_are_compiled_by_themselves_share_what_is_compiled(implementation, monkeypatch):
     """Regression: under torch 2.11 the index of a layer was guarded, and the eleventh layer ran uncompiled."""
