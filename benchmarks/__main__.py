@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks attention | masks | block`."""
+"""The benchmarks' command line: `python -m benchmarks attention | masks | block | step`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ try:
     import typer
     from rich.table import Table
 
-    from benchmarks import commands
+    from benchmarks import commands, step_command
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
-
-KERNELS = "src/sagebwd/kernels"
 
 app = command_line("Speed and memory of attention.")
 
@@ -182,7 +180,7 @@ def masks(
     device: commands.Device = "cuda",
     output: commands.Results = commands.RESULTS,
     commit: commands.Commit = None,
-    kernels_hash: Annotated[str | None, typer.Option(help="Of the tree of kernels, outside a git checkout.")] = None,
+    kernels_hash: commands.KernelsHash = None,
 ) -> None:
     """Speed of masks of video, documents and images, end to end, against FlexAttention, FlashAttention and SDPA."""
     from sagebwd.cli.terminal import console, progress, quiet
@@ -191,9 +189,9 @@ def masks(
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
     from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
-    from sagebwd.cli.hardware import check_device, command_output
+    from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, path_of, save
+    from sagebwd.cli.results import environment, path_of, rows_kept, save
     from sagebwd.dispatch import check_known
 
     commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
@@ -210,9 +208,8 @@ def masks(
     ]
     if processes is None:
         processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
-    facts = environment(device, commit)
-    facts["kernels"] = kernels_hash or command_output("git", "rev-parse", f"HEAD:{KERNELS}")
-    kept = benchmark.rows_of_other_cases(path_of(facts, output, "masks"), facts, cases)
+    facts = environment(device, commit) | commands.kernels(kernels_hash)
+    kept = rows_kept(path_of(facts, output, "masks"), facts, benchmark.is_of(cases))
     rows: list[benchmark.Measurement] = []
     path = None
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
@@ -340,6 +337,9 @@ def _block_table(title: str, rows: list) -> Table:
                 kept = "" if row.kept_bytes is None else f"{row.kept_bytes / 2**20:.0f}"
         table.add_row(part, name, *cells, kept)
     return table
+
+
+app.command()(step_command.step)
 
 
 def main() -> None:

@@ -69,9 +69,14 @@ def refusal(attention: Attention, shape: Shape, device: str, *, backward: bool =
         if backward:
             torch.autograd.grad(out, leaves, do)
     except Exception as error:  # a compiler of another project raises what it likes
-        lines = str(error).splitlines() or [""]
-        return f"{DOES_NOT_RUN}: {type(error).__name__}: {lines[0][:120]}"
+        return reason_of(error)
     return None
+
+
+def reason_of(error: Exception) -> str:
+    """An error as a results file has it."""
+    lines = str(error).splitlines() or [""]
+    return f"{DOES_NOT_RUN}: {type(error).__name__}: {lines[0][:120]}"
 
 
 def may_claim_best(timed: set[str], device: str) -> bool:
