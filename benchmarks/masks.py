@@ -69,12 +69,6 @@ class Measurement:
     over: dict[str, float]
 
 
-def is_of(cases: list[Case]) -> Callable[[dict], bool]:
-    """Whether a row of a file is of one of these cases."""
-    measured = {(case.kind, case.shape.head_dim, case.shape.tokens) for case in cases}
-    return lambda row: (row["mask"], row["head_dim"], row["tokens"]) in measured
-
-
 def measure(
     cases: list[Case], names: Iterable[str], device: str, *, impl: str | None = None, rounds: int = ROUNDS,
     processes: int = 0, seconds: float | None = None, tell: Callable[..., object] = lambda *_: None,
