@@ -13,4 +13,4 @@ def test_groups_are_even_and_fill_the_programs(tiles, heads):
     groups = -(-heads // at_once)
     # no group is short by more than a head for each of the others, and together they have tiles for some rounds
     assert at_once * groups - heads < max(groups, 1)
-    assert groups <= 1 or at_once * tiles >= ROUNDS * 132
+    assert groups <= 1 or at_once * max(tiles, 1) >= ROUNDS * 132
