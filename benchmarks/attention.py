@@ -28,12 +28,12 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto import model
 from sagebwd.auto.contenders import PEERS, TORCH
-from sagebwd.auto.explain import explain, explain_varlen
 from sagebwd.call import Ask
 from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.environment import write_whole
+from sagebwd.explain import explain, explain_varlen
+from sagebwd.masks import kinds
 from sagebwd.recipe import AUTO, FP8, Recipe
 from sagebwd.switches import switches
 
@@ -231,7 +231,7 @@ def _ours(
     inputs: tuple[Tensor, ...],
 ) -> list[Ours]:  # fmt: skip
     """Each recipe in each implementation that runs it. Raises NotImplementedError where none does."""
-    kind = model.PACKED if isinstance(shape, Packed) else model.FULL
+    kind = kinds.PACKED if isinstance(shape, Packed) else kinds.FULL
     found = []
     for recipe in map(Recipe.parse_or_auto, recipes):
         ask = Ask(recipe, shape.head_dim, shape.value_dim, inputs[0].dtype, torch.device(device), kind)
