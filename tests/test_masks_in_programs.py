@@ -12,7 +12,7 @@ from sagebwd.masks import argument as mask_argument
 from sagebwd.masks import mask as masks
 from sagebwd.masks import sm90_block_lists
 from sagebwd.masks.elements import Elements, Left
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from tests.attention_case import outcome
 

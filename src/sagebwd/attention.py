@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch, ops, switches
-from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
 from sagebwd.auto import torch_attention
 from sagebwd.auto.contenders import CUDNN, PEERS
 from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.cache import PLANS
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.traced_block_mask import TracedBlockMask
+from sagebwd.planning.autograd import SageAttention
+from sagebwd.planning.plan import Plan, SdpaCall
+from sagebwd.planning.specification import kind_of, laid_out, spec_of
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.reference import sinks as epilogue
 
@@ -108,12 +111,12 @@ def sage_attention(
     settings = is_causal, scale, impl, *more, dropout_p, enable_gqa
     mask = None if block_mask is None else mask_argument.given(block_mask, query)
     given = query, key, value, attn_mask, None, None, sinks
-    kind = None if block_mask is not None and mask is None else plans.kind_of(given, mask, recipe, window, settings)
+    kind = None if block_mask is not None and mask is None else kind_of(given, mask, recipe, window, settings)
     plan = PLANS.get(kind) if kind is not None and recipe == AUTO else None
     if plan is not None:  # in full precision, however q, k and v lie
         counts[plan.answer] += 1
         return plan.run(query, key, value, attn_mask)
-    spec = plans.laid_out(kind, given)
+    spec = laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, mask, *more)
@@ -137,8 +140,8 @@ def sage_attention(
     mask_argument.check(block_mask, checked.query, checked.key)
     if block_mask is not None and mask is None:  # a BlockMask that is read now
         mask = mask_argument.read_now(block_mask)
-        kind = plans.kind_of(given, mask, recipe, window, settings)
-        spec = plans.laid_out(kind, given)
+        kind = kind_of(given, mask, recipe, window, settings)
+        spec = laid_out(kind, given)
         plan = None if spec is None else PLANS.get(spec)
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
@@ -188,7 +191,7 @@ def sage_attention_varlen(
         query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths, more = (max_seqlen_q, max_seqlen_k), (return_lse, return_max_logits)
-    spec = plans.spec_of(given, None, recipe, window, is_causal, scale, impl, *more, *lengths)
+    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, *more, *lengths)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, None, *more)
@@ -204,7 +207,7 @@ def sage_attention_varlen(
 
 def _planned(
     kind: Hashable | None, spec: Hashable | None, checked: Arguments, sinks: Tensor | None
-) -> plans.Plan | plans.SdpaCall | None:
+) -> Plan | SdpaCall | None:
     """The plan of a call, kept: in full precision a dense call's for its kind, another for its specification.
 
     None without either.
@@ -222,7 +225,7 @@ def _planned(
         if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
             padding, elements = elements[:, 0, 0].expand(k.shape[0], k.shape[2]), None
         call = checked.call(choice.recipe)
-        plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
+        plan = Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
     else:
         instead = _by_kernels(checked) if contender in PEERS and not _is_torchs(checked) else None
         if packed:
@@ -232,7 +235,7 @@ def _planned(
             run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
         tensors = q, k, v, elements, *checked.offsets
         of_inference = torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in tensors)
-        plan = plans.SdpaCall(contender, run, saves_copies=of_inference)
+        plan = SdpaCall(contender, run, saves_copies=of_inference)
     PLANS.put(key, plan)
     return plan
 
@@ -257,7 +260,7 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
 
 
 def _run(
-    plan: plans.Plan | plans.SdpaCall,
+    plan: Plan | SdpaCall,
     given: tuple[Tensor | None, ...],
     mask: Mask | TracedBlockMask | None,
     return_lse: bool,
@@ -266,7 +269,7 @@ def _run(
     """The outputs of a call by its plan."""
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
-    if plan.__class__ is plans.SdpaCall:
+    if plan.__class__ is SdpaCall:
         return plan.run(q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k)
     trains = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -275,12 +278,12 @@ def _run(
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
         more = return_lse or return_max_logits
-        outputs = plans.SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks)
+        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks)
         if not more:
             return outputs
         o, lse, workspace = outputs
     else:
-        with plans.device_of(q):
+        with device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
     if not (return_lse or return_max_logits):
         return o

@@ -26,6 +26,7 @@ from sagebwd.auto.model import CAUSAL, WINDOW, Size, Times
 from sagebwd.call import Ask, Call, Saved, padded_head_dim
 from sagebwd.kernels import capabilities
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, TORCH, Row
+from sagebwd.kernels.runtime import device as gpu
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.version import __version__
 
@@ -438,7 +439,7 @@ def _module(name: str) -> ModuleType:
 
 def arch_of(device: torch.device) -> int:
     """90 for compute capability 9.0; 0 where there is no GPU, of which no kernels are asked."""
-    return _module("sagebwd.kernels.runtime.device").capability(device) if device.type == "cuda" else 0
+    return gpu.capability(device) if device.type == "cuda" else 0
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.call import empty_like_rows
+from sagebwd.derivatives import once_differentiable, savable
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.ops import LIBRARY, differentiable, operator
-from sagebwd.plan import device_of, once_differentiable, savable
 
 
 @cache

@@ -21,7 +21,7 @@ from sagebwd.auto.model import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask
 from sagebwd.masks.band import Band
-from sagebwd.plan import spec_of
+from sagebwd.planning.specification import spec_of
 from sagebwd.reference.metrics import relative_l2
 
 CARD = torch.device("cuda", 0)

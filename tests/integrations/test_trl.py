@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sagebwd.auto.counts import counts
 from sagebwd.checkpointing import keep_attention
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 
 LAYERS, VOCABULARY = 2, 64
 LENGTHS = (20, 33, 11, 48, 7, 25, 40, 16)

@@ -90,7 +90,7 @@ def test_the_variant_on_hopper_is_exact(monkeypatch):
 @pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
 @pytest.mark.parametrize("smooth", [False, True])
 def test_nan_of_a_query_and_queries_without_a_key(on, smooth):
-    """NaN that comes in goes out, of a head alone; a query that sees no key counts for nothing, however large it is."""
+    """NaN that comes in goes out, of a head alone; a query that sees no key does not count, however large it is."""
     q = torch.randn(1, 2, 70, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(on)
     hidden = torch.ones(70, 70, dtype=torch.bool, device=on)
     hidden[3] = False

@@ -26,8 +26,8 @@ from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS
 from sagebwd.auto.counts import TORCH, counts, handed_over
 from sagebwd.auto.model import CAUSAL, FULL, WINDOW
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks.band import Band
-from sagebwd.plan import device_of
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
 _sdpa = torch._C._nn.scaled_dot_product_attention

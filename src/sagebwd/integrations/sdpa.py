@@ -40,7 +40,7 @@ from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import PEERS
 from sagebwd.cache import Cache
 from sagebwd.kernels import capabilities
-from sagebwd.plan import kind_of
+from sagebwd.planning.specification import kind_of
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
-from sagebwd.plan import spec_of
+from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.lab.training.runs import begin, finish
@@ -36,7 +36,7 @@ from sagebwd.kernels.runtime import program
 from tests.attention_case import leaves as leaves_of
 from tests.attention_case import outcome, tensors_in
 from tests.gpus import as_if_on_hopper
-from tests.test_plan import DEVICE, SHAPE, Kernel, draw
+from tests.planning.test_plan import DEVICE, SHAPE, Kernel, draw
 from tests.threads import at_once
 
 BATCH, HEADS, TOKENS, WIDTH = SHAPE

@@ -24,7 +24,7 @@ from sagebwd import cache as caches
 from sagebwd.auto import counts
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
