@@ -217,9 +217,9 @@ def _install(layer_class: type[nn.Module]) -> None:
         if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):  # which keeps rows
             if self.training and torch.is_grad_enabled():
                 say(
-                    f"config.sagebwd: fuse: norm and rotary embedding of {type(self).__name__} run as they are and not "
-                    "with attention, for the KV cache that use_cache=True keeps; give use_cache=False in training, in "
-                    f"the call or in {type(self.config).__name__}"
+                    f"config.sagebwd: fuse: norm and rotary embedding of {type(self).__name__} run as they are and "
+                    "not with attention, for the KV cache that use_cache=True keeps; give use_cache=False in "
+                    f"training, in the call or in {type(self.config).__name__}"
                 )
             return original(Layer(self, {}), *args, **kwargs)
         if "position_embeddings" in kwargs:
