@@ -15,6 +15,7 @@ from sagebwd.auto import torch_attention
 from sagebwd.auto.contenders import CUDNN, PEERS
 from sagebwd.auto.counts import answer, counts, handed_over
 from sagebwd.cache import PLANS
+from sagebwd.dtensor import shares_of
 from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
@@ -55,7 +56,8 @@ def sage_attention(
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
             ``impl="reference"``. head_dim up to 256, under "auto" any. Any strides; kernels copy a view whose last one
             is not 1 or that begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the
-            first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
+            first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse. Of DTensors
+            with equal placements, of batch or heads, each process attends to its own, and outputs are such.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
             where kernels lack the pair the lesser is filled with zeros, which changes no number and costs as much as
             the greater.
@@ -121,12 +123,19 @@ def sage_attention(
     if plan is not None:
         return _run(plan, given, mask, *more)
     checks.kind(query, key, value, sinks)
+    options = {"window": window, "recipe": recipe, "impl": impl, "return_lse": return_lse}
+    options |= {"return_max_logits": return_max_logits}
+    shares = None
+    if spec is None and block_mask is None and dropout_p == 0:
+        shares = shares_of(query, key, value, attn_mask, sinks, packed=False)
+    if shares is not None:
+        *four, own = shares.tensors
+        return shares.whole(sage_attention(*four, 0, is_causal, scale, enable_gqa, sinks=own, **options))
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four
         outcome = sage_attention(
-            *four, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, window=window, sinks=sinks,
-            recipe=recipe, impl=impl, return_lse=return_lse, return_max_logits=return_max_logits,
+            *four, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, sinks=sinks, **options
         )  # fmt: skip
         if True not in more:
             return outcome.reshape(*query.shape[:-1], value.shape[-1])
@@ -195,6 +204,14 @@ def sage_attention_varlen(
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, None, *more)
+    shares = None if spec is not None else shares_of(query, key, value, None, sinks, packed=True)
+    if shares is not None:
+        *rows, _, own = shares.tensors
+        outcome = sage_attention_varlen(
+            *rows, cu_seqlens_q, cu_seqlens_k, *lengths, is_causal=is_causal, scale=scale, window=window, sinks=own,
+            recipe=recipe, impl=impl, return_lse=return_lse, return_max_logits=return_max_logits,
+        )  # fmt: skip
+        return shares.whole(outcome)
     checked = packed_arguments_of(
         query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
         *more,
