@@ -161,8 +161,8 @@ def refuse_distributed(**given: Tensor | None) -> None:
         if isinstance(tensor, module.DTensor):
             raise NotImplementedError(
                 f"{name}: a DTensor is not supported here; accepted: query, key and value with equal placements, of "
-                "batch (Shard(0)) or heads (Shard(1)) in equal parts, an attn_mask of size 1 there or divided by batch "
-                "alike, and sinks placed like heads. For others of which each process can attend to its part: from "
+                "batch (Shard(0)) or heads (Shard(1)) in equal parts, an attn_mask of size 1 there or divided by "
+                "batch alike, and sinks placed like heads. For others of which each process can attend to its part: from "
                 "torch.distributed.tensor.experimental import local_map; local_map(sage_attention, "
                 "list(query.placements), (query.placements, key.placements, value.placements))(query, key, value), or "
                 f"pass {name}.to_local(); where tokens are divided, use "
