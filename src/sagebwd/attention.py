@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch, ops, switches
+from sagebwd import sinks as epilogue
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import torch_attention
-from sagebwd.auto.contenders import CUDNN, PEERS
-from sagebwd.auto.counts import answer, counts, handed_over
+from sagebwd.auto.contenders import CUDNN, PEERS, handed_over
 from sagebwd.cache import PLANS
+from sagebwd.counts import answer, counts
 from sagebwd.dtensor import shares_of
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
 from sagebwd.kernels.runtime.device import device_of
-from sagebwd.masks import argument as mask_argument
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.traced_block_mask import TracedBlockMask
+from sagebwd.planning import mask_argument
 from sagebwd.planning.autograd import SageAttention
 from sagebwd.planning.plan import Plan, SdpaCall
 from sagebwd.planning.specification import kind_of, laid_out, spec_of
 from sagebwd.recipe import AUTO, Recipe
-from sagebwd.reference import sinks as epilogue
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -259,7 +260,7 @@ def _planned(
 
 def _is_torchs(checked: Arguments) -> bool:
     """Whether torch may run what a peer refuses: it has the mask, and its pick gets gradients right."""
-    return checked.size.by_torch and not dispatch.is_wrong(CUDNN, checked.ask, checked.size)
+    return checked.size.by_torch and not auto_choice.is_wrong(CUDNN, checked.ask, checked.size)
 
 
 def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
@@ -319,12 +320,12 @@ def _by_operators(
     """The outputs of a call that somebody may look at or change: by operators, or by torch, which then picks."""
     q, k, v, ask = checked.query, checked.key, checked.value, checked.ask
     if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced
-        contender = dispatch.contender_of(ask, checked.size, None, False)
+        contender = auto_choice.contender_of(ask, checked.size, None, False)
         if contender is None:
             dispatch.check_traced(ask.impl, ask.device, ask.dtype)
         chosen = str(ask.recipe), ask.impl or dispatch.FASTEST
     else:
-        choice = dispatch.choose(ask, checked.size, None, False)
+        choice = auto_choice.choose(ask, checked.size, None, False)
         contender, chosen = choice.contender, (str(choice.recipe), choice.name)
         counts[answer(*chosen) if contender is None else handed_over(contender)] += 1
     packed = checked.offsets[0] is not None

@@ -15,7 +15,7 @@ from sagebwd.call import Prologue
 from sagebwd.derivatives import savable
 from sagebwd.dispatch import check_known
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
-from sagebwd.reference.norm_rope import HALF, INTERLEAVED, ROPES, norm_rope
+from sagebwd.norm_rope_composed import HALF, INTERLEAVED, ROPES, norm_rope
 
 _LAYOUTS = "(batch, heads, tokens, head_dim), or packed (total_tokens, heads, head_dim)"
 

@@ -1,7 +1,7 @@
 """The operator of `sagebwd.kernels.norm_rope`, as torch.compile sees it: schema, shapes, autograd.
 
 ``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope` has the arguments, and composes
-`sagebwd.reference.norm_rope` where it asks for no kernels.
+`sagebwd.norm_rope_composed` where it asks for no kernels.
 """
 
 from __future__ import annotations

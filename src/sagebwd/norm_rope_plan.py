@@ -19,17 +19,18 @@ from torch.autograd import forward_ad
 
 from sagebwd import checks, dispatch, norm_rope_attention_ops, switches
 from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
-from sagebwd.auto import flops
-from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.counts import answer, counts
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Prologue, keeps_inputs
+from sagebwd.counts import answer, counts
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
 from sagebwd.kernels.runtime.device import device_of
+from sagebwd.planning import flops
 from sagebwd.planning.autograd import SageAttention
 from sagebwd.planning.plan import Plan
 from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import assume_constant
 
 LENGTHS = "max_seqlen_q", "max_seqlen_k"
 OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
@@ -142,7 +143,7 @@ def _by_operator(
     if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
     checked = _checked(q, k, v, given, trains)
-    if dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
+    if auto_choice.contender_of(checked.ask, checked.size, None, False) is not None:
         return None
     recipe, *asked = checked.ask
     chosen = _fused(str(recipe), *asked)

@@ -6,7 +6,7 @@ is off inside: the reference's own products must not be rounded. What forward le
 tensor of bytes, the workspace of the call's plan (`sagebwd.planning.workspace`). mask, mask_tiles and mask_blocks are
 elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k
 themselves are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
-(`sagebwd.reference.sinks`).
+(`sagebwd.sinks`).
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.derivatives import once_differentiable, savable
 from sagebwd.dispatch import Choice
+from sagebwd.kernels.masks.blocks import blocks_of
 from sagebwd.kernels.runtime.device import device_of
-from sagebwd.masks.mask import BLOCK, Mask, blocks_of
+from sagebwd.masks.kinds import FULL, MASK
+from sagebwd.masks.mask import BLOCK, Mask
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.planning.plan import Plan
 from sagebwd.planning.workspace import pieces_of

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
-from sagebwd.auto.counts import counts
 from sagebwd.checkpointing import keep_attention
+from sagebwd.counts import counts
 from sagebwd.planning.plan import Plan
 
 LAYERS, VOCABULARY = 2, 64

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved
 from sagebwd.masks.band import Band
+from sagebwd.numerics import RESTORED
 from sagebwd.reference.emulator import Emulator, _sequences
-from sagebwd.reference.float8 import RESTORED
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import pad_tokens
 from tests.attention_case import AttentionCase

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.contenders import FA3, FA4, NAMES, PEERS
-from sagebwd.auto.model import CAUSAL, FULL, PACKED, WINDOW, Size
+from sagebwd.auto.model import Size
 from sagebwd.derivatives import once_differentiable
+from sagebwd.masks.kinds import CAUSAL, FULL, PACKED, WINDOW
 
 _MODULES = {FA4: "flash_attn.cute", FA3: "flash_attn_interface"}
 _DTYPES = torch.bfloat16, torch.float16

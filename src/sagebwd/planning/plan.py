@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch
-from sagebwd.auto.counts import answer, handed_over
+from sagebwd import sinks as epilogue
+from sagebwd.auto.contenders import handed_over
 from sagebwd.cache import TAKEN, Cache, layout_of
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.counts import answer
 from sagebwd.derivatives import savable
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
-from sagebwd.masks import argument as mask_argument
-from sagebwd.masks.elements import Elements, Left, are_first_keys_apart, restored
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
+from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import tensors_in
-from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
+from sagebwd.planning import mask_argument
+from sagebwd.planning.mask_elements import Elements, Left, are_first_keys_apart, restored
 from sagebwd.planning.workspace import pieces_of
-from sagebwd.reference import sinks as epilogue
 
 # Programs of a plan's backward: kinds of dO, and masks whose lists differ in shape.
 MOST_PROGRAMS = 32

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd import checks, dispatch, switches
-from sagebwd.auto import agreement, flops
+from sagebwd import checks, switches
+from sagebwd.auto import agreement
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import TAKEN
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.traced_block_mask import TracedBlockMask
+from sagebwd.planning import flops
 from sagebwd.recipe import AUTO, Recipe
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -87,7 +89,7 @@ def kind_of(
         )
         rest += trains, _is_deterministic()
         if q.is_cuda and agreement.due() is not None:
-            dispatch.check_agreement(device)
+            auto_choice.check_agreement(device)
     on = switches.current
     try:
         return (
