@@ -19,6 +19,7 @@ from sagebwd.masks.kinds import FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import is_known
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -166,19 +167,10 @@ def packed_arguments_of(
         by_torch = torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped)
         heads = count * query.shape[1], count * key.shape[1]
         means = [-(-x.shape[0] // count) for x in (query, key)]  # at least 1, where most sequences have no token
-        longest = lengths[1] if _is_known(lengths[1] >= means[1]) else 0
+        longest = lengths[1] if is_known(lengths[1] >= means[1]) else 0
         size = Size(*means, *heads, by_torch=by_torch, longest=longest)
     settings = lengths, is_causal, scale, window, ask, size, None, return_max_logits
     return Arguments(query, key, value, None, offsets, *settings)
-
-
-def _is_known(holds: bool) -> bool:
-    """Whether a comparison holds; False in a trace of a length that the graph reads, of which nobody knows."""
-    if not torch.compiler.is_compiling():
-        return holds
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # which takes long to import
-
-    return guard_or_false(holds)
 
 
 def _width(way: Way, kv_tokens: int) -> int:
