@@ -18,7 +18,7 @@ def assume_constant(function: F) -> F:
 
 
 def is_known(holds: bool) -> bool:
-    """Whether a comparison holds; False in a trace where it is of a length that the graph reads, so that none knows."""
+    """Whether a comparison holds; False in a trace of a length that the graph reads, which nobody knows."""
     if not torch.compiler.is_compiling():
         return holds
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # which takes long to import
