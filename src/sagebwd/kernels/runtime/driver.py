@@ -13,8 +13,10 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels import sinks as kernels
+from sagebwd.kernels.max_logits import max_logits
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
 from sagebwd.kernels.runtime.program import begin_part, copy, zeros
+from sagebwd.recipe import FP8
 
 # Channels of narrow rows are multiples of so many, 16 bytes, as TMA and loads of 16 bytes want.
 CHANNELS = 8
@@ -35,9 +37,13 @@ def forward(
         # a copy of one row too, whose columns are contiguous as they lie: the workspace has room for these alone
         narrow = saved.k_mean.new_empty((*saved.k_mean.shape[:-1], call.head_dim))
         saved = saved._replace(k_mean=copy(narrow, saved.k_mean[..., : call.head_dim]))
+    mean = saved.k_mean if call.recipe.smooth_k else None
+    if call.max_logits:
+        largest = max_logits(saved.row_max, saved.lse, q, mean, call.scale, call.queries)
+        kept = saved.row_max if call.recipe.dv == FP8 else None
+        saved = saved._replace(max_logits=largest, row_max=kept)
     if sinks is None:
         return saved
-    mean = saved.k_mean if call.recipe.smooth_k else None
     rest = call.scale, call.queries.cu_seqlens, call.queries.tokens
     return saved._replace(weight=kernels.weigh(saved.o, saved.lse, q, mean, sinks, *rest))
 

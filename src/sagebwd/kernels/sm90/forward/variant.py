@@ -30,6 +30,7 @@ class Variant:
     bias: str = ""  # of which dtype the mask's elements are added, if they are
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
+    exact: bool = False  # those of S, not what 16-bit P says of them
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim that Q lacks, and of value_dim V and O: zeros
     q_codes: bool = False  # Q comes as codes and scales, which a pass before made
@@ -56,9 +57,9 @@ class Variant:
     def bounded(self) -> bool:
         """Whether blocks without a mask have a loop that takes no maxima, for queries whose scores cannot grow far.
 
-        BF16 has the range of FP32, in which P may grow.
+        BF16 has the range of FP32, in which P may grow. Row maxima are then those of P, to BF16's digits.
         """
-        return self.dtype == "bfloat16" and (self.lists or not self.key_mask)
+        return self.dtype == "bfloat16" and (self.lists or not self.key_mask) and not self.exact
 
     @property
     def tiles_met(self) -> int:
