@@ -177,6 +177,7 @@ def test_who_runs_an_int8_dp(arch, head_dim, monkeypatch):
     ask = Ask(Recipe.parse(INT8_DP), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
     assert dispatch._choose.__wrapped__(ask, arch, False).name == "mma_sync/mma_sync"
     assert dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 90, False).name == "mma_sync/mma_sync"
+    assert dispatch._choose.__wrapped__(ask, 90, False).name == "triton/triton"
 
 
 @pytest.mark.parametrize(

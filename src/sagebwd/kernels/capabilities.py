@@ -24,6 +24,8 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
 
 _BLOCKS = (32, 64, 128)
+# Of a field that a row refuses, what to name in place of the recipe.
+_INSTEAD = {"dp": "; name 'mixed', whose dP is 16 bit, or 'token(dp=int8)'"}
 
 
 class Row(NamedTuple):
@@ -53,7 +55,8 @@ class Row(NamedTuple):
         for name, accepted in self.fields.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
-                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                return has + _INSTEAD.get(name, "")
         return None
 
 
@@ -98,7 +101,7 @@ ROWS = (
     Row(
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
         {
-            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT, INT8),
+            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS,
