@@ -273,9 +273,6 @@ CALLS = {
     "mask": AttentionCase(tokens_q=140, tokens_k=140, head_dim=128, mask="document"),
     "deterministic": AttentionCase(tokens_q=200, tokens_k=200, head_dim=128, deterministic=True),
     "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=140, tokens_k=140, head_dim=128),
-    "one-first": AttentionCase(
-        recipe="token(first_keys=1)", batch=2, tokens_q=140, head_dim=128, masked=True, sink=12
-    ),
     "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
 }
 
@@ -315,10 +312,6 @@ SMALL = {
     "one-token": AttentionCase(tokens_q=1, tokens_k=1, head_dim=128),
     "no-first": AttentionCase(recipe="token(first_keys=0)", tokens_q=70, tokens_k=140, heads=1, head_dim=128),
     "as-it-is": AttentionCase(recipe="token(rotate=False)", tokens_q=20, tokens_k=20, heads=1, head_dim=128),
-    "one-first": AttentionCase(
-        recipe="token(first_keys=1)", batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True, sink=12
-    ),
-    "one-first-64": AttentionCase(recipe="token(first_keys=1)", tokens_q=90, tokens_k=90, head_dim=64, is_causal=True),
     **FIRST_16,
 }
 

@@ -74,7 +74,7 @@ _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
 _MMA_SYNC = {
     **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT, INT8), "q_scale": ("token",),
     "k_scale": ("token",), "v_scale": ("channel",), "p_scale_dv": ("key",), "ds_scale_dq": ("query",),
-    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1, 16), "block_q": (64,), "block_k": (128,),
+    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 16), "block_q": (64,), "block_k": (128,),
 }  # fmt: skip
 _SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))
 
@@ -92,7 +92,7 @@ ROWS = (
         f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.runtime.nvrtc",
     ),
     Row(
-        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1, 16), **_TILES},
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 16), **_TILES},
         _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
