@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from lab.studies import int8_dp
 from sagebwd import dispatch, sage_attention, sage_attention_varlen
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.diagnostics import capture
+from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import relative_l2
@@ -275,7 +275,7 @@ def test_a_gradient_of_lse_costs_other_queries_nothing():
 @pytest.mark.parametrize("name", RECIPES)
 def test_who_runs_a_call_with_dp_in_16_bits_runs_it(name, arch, kind, monkeypatch):
     """But Hopper's kernels."""
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
 
     def who(ask):
         try:

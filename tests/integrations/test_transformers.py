@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import sagebwd
-from sagebwd.auto import counts
+from sagebwd import counts
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations.transformers_settings import settings
 from sagebwd.reference.metrics import cosine, relative_l2

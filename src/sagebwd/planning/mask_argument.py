@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks
-from sagebwd.masks import sm90_block_lists
-from sagebwd.masks.mask import Mask, of_tensor
+from sagebwd.kernels.masks import sm90_block_lists
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask, refuse_in_capture
+from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.tiles import elements_of_block_mask, tiles_of
-from sagebwd.masks.traced_block_mask import TracedBlockMask, refuse_in_capture
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

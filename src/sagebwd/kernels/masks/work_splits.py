@@ -15,12 +15,16 @@ MOST = 2 * 132
 LEAST = 32
 # Numbers of a program, and of a block in a list, before which as many are its counts.
 FIELDS, ENTRY = 8, 4
+# Where a listed block of queries has its head, of those that share a key head.
+HEAD_BIT = 20
+# The backward's lists are multiples of so many numbers: strides of whole 16 numbers are one kernel's.
+LENGTHS = 16
 
 
 def work_splits_of(lists: Tensor, batch: int, heads: int, interleave_heads: bool) -> Tensor:
     """What programs take of lists of ``batch * heads`` key heads.
 
-    Args: lists as of `sagebwd.masks.sm90_block_lists.of_keys`; interleave_heads, whether key heads
+    Args: lists as of `sagebwd.kernels.masks.sm90_block_lists.of_keys`; interleave_heads, whether key heads
         take programs in turn.
 
     Returns: (batch * heads * blocks of keys + `MOST`, FIELDS) int32: the key head counted over the batch, the block of

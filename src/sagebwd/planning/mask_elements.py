@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from sagebwd.masks import sm90_block_lists
+from sagebwd.kernels.masks import sm90_block_lists
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.recipe import INT8

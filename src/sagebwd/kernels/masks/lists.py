@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sagebwd.masks import mask as masks
+from sagebwd.kernels.masks import blocks as maps
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import BLOCK, SKIP, TILE, WHOLE, Mask
 
@@ -62,8 +62,8 @@ def lists_of(
 
     Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
     """
-    if masks.by_kernels(blocks):
-        from sagebwd.masks import list_kernels
+    if maps.by_kernels(blocks):
+        from sagebwd.kernels.masks import list_kernels
 
         last = last_of(key_mask, first_keys) if first_keys else None
         return list_kernels.lists_of(blocks, tiles, key_mask, last, tokens, tile, band, by_key)

@@ -13,17 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sagebwd.masks import mask as masks
+from sagebwd.kernels.masks import blocks as maps
+from sagebwd.kernels.masks.lists import order_of
+from sagebwd.kernels.masks.work_splits import HEAD_BIT, LENGTHS, work_splits_of
 from sagebwd.masks.band import Band
-from sagebwd.masks.lists import order_of
-from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
+from sagebwd.masks.mask import ROWS, TILE, Mask, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.work_splits import work_splits_of
-
-# Where a listed block of queries has its head, of those that share a key head.
-HEAD_BIT = 20
-# The backward's lists are multiples of so many numbers: strides of whole 16 numbers are one kernel's.
-LENGTHS = 16
 
 
 class BlockLists(NamedTuple):
@@ -36,7 +31,7 @@ class BlockLists(NamedTuple):
     program's its queries see.
     words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
     bias: the mask's elements where these are added, (B or 1, H or 1, N or 1, M), whose last stride is 1.
-    work_splits: `sagebwd.masks.work_splits.work_splits_of`, of the backward where its lists may be cut.
+    work_splits: `sagebwd.kernels.masks.work_splits.work_splits_of`, of the backward where its lists may be cut.
     """
 
     lists: Tensor
@@ -47,7 +42,7 @@ class BlockLists(NamedTuple):
 
 
 def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> BlockLists:
-    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.masks.lists.order_of`."""
+    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.kernels.masks.lists.order_of`."""
     settings = tokens, band, tile
     lists = mask.made(("queries", len(key_mask), *settings), lambda: query_lists(mask.blocks, key_mask, *settings))
     return BlockLists(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
@@ -57,8 +52,8 @@ def query_lists(
     blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
 ) -> Tensor:
     """The lists of `of_queries`; blocks, of the mask."""
-    if masks.by_kernels(blocks):
-        from sagebwd.masks import list_kernels
+    if maps.by_kernels(blocks):
+        from sagebwd.kernels.masks import list_kernels
 
         return list_kernels.of_queries(blocks, key_mask, tokens, band, tile)
     order = order_of(blocks, key_mask, tokens, tile, band)
@@ -73,7 +68,7 @@ def of_keys(
     heads: int = 0, interleave_heads: bool = False,
 ) -> BlockLists:  # fmt: skip
     """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
-    programs then come ``interleave_heads`` or not (`sagebwd.masks.work_splits.work_splits_of`)."""
+    programs then come ``interleave_heads`` or not (`sagebwd.kernels.masks.work_splits.work_splits_of`)."""
     words, tiles = _bits(mask, tokens, True)
     settings = tokens, band, tile, group, heads, interleave_heads
     lists, work_splits = mask.made(
@@ -87,8 +82,8 @@ def key_lists(
     group: int, heads: int = 0, interleave_heads: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The lists of `of_keys`, and their work splits if heads is not 0; blocks, of the mask; tiles, of the words."""
-    if masks.by_kernels(blocks):
-        from sagebwd.masks import list_kernels
+    if maps.by_kernels(blocks):
+        from sagebwd.kernels.masks import list_kernels
 
         return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads)
     order = order_of(blocks, key_mask, tokens, tile, band)
@@ -149,10 +144,10 @@ def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: boo
 
     by_query, by_key: whether kernels will read bits of rows of queries, and of keys.
     """
-    from sagebwd.masks import mask_blocks
+    if not maps.takes(elements):
+        return Mask(elements, None, *maps.blocks_of(elements), PartsOfCall())
+    from sagebwd.kernels.masks import mask_blocks
 
-    if not mask_blocks.takes(elements):
-        return Mask(elements, None, *blocks_of(elements), PartsOfCall())
     found = mask_blocks.read(elements.expand(-1, -1, *tokens), batch, words=by_query, words_by_key=by_key)
     parts = PartsOfCall()
     for by_key, words in enumerate((found.words, found.words_by_key)):
@@ -163,10 +158,8 @@ def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: boo
 
 def reads_as_it_lies(elements: Tensor, tokens_k: int) -> bool:
     """Whether kernels read a call's elements in four dimensions by one pass, and what they add where it lies."""
-    from sagebwd.masks import mask_blocks
-
     adds = elements.dtype != torch.bool
-    return mask_blocks.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
+    return maps.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
 
 
 def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
@@ -186,11 +179,10 @@ def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
 
     And which of them each tile's are, (B, H, N / TILE, M / TILE) int32.
     """
-    if masks.by_kernels(elements):
-        from sagebwd.masks import mask_blocks
+    if maps.takes(elements):
+        from sagebwd.kernels.masks import mask_blocks
 
-        if mask_blocks.takes(elements):
-            return mask_blocks.words_of(elements, by_key)
+        return mask_blocks.words_of(elements, by_key)
     words = []
     for rows in elements.split(ROWS, 2):
         x = F.pad(shown(rows), (0, -rows.shape[3] % TILE, 0, -rows.shape[2] % TILE))
