@@ -74,8 +74,7 @@ class Decoder:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         transformers = importlib.import_module("transformers")
         small = device == "cpu"
-        layers = layers or (min(self.layers, SMALL_LAYERS) if small else self.layers)
-        vocabulary = SMALL_VOCABULARY if small else -(-self.vocabulary * layers // self.whole // 64) * 64
+        layers, vocabulary = self.timed(layers, device)
         sizes = {name: SMALL.get(name, x) if small and x is not None else x for name, x in self.sizes.items()}
         if "first_k_dense_replace" in sizes:
             sizes["first_k_dense_replace"] = layers
@@ -113,6 +112,13 @@ class Decoder:
             return sum(checkpoint(of_chunk, x, weight, y, use_reentrant=False) for x, y in pieces) / labels.numel()
 
         return Trained(model, chunked, layers, batch, tokens, vocabulary)
+
+    def timed(self, layers: int | None, device: str) -> tuple[int, int]:
+        """Layers and vocabulary."""
+        if device == "cpu":
+            return layers or min(self.layers, SMALL_LAYERS), SMALL_VOCABULARY
+        layers = layers or self.layers
+        return layers, -(-self.vocabulary * layers // self.whole // 64) * 64
 
 
 @dataclass(frozen=True)
