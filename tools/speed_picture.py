@@ -19,9 +19,9 @@ HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
 MASKS = {True: ("causal", "causal mask"), False: ("none", "no mask")}
 WIDTH, TOP, BAR, GROUP, LEFT, UNIT = 360, 96, 13, 40, 66, 186
 STYLE = (
-    "text{font:13px Helvetica,Arial,sans-serif;fill:#1f2328}.title{font-weight:bold}.soft{fill:#57606a}.causal{fill:#2f81f7}.none{fill:#e08a1e}"
-    ".one{stroke:#57606a;stroke-dasharray:4 3}@media(prefers-color-scheme:dark){text{fill:#e6edf3}.soft{fill:#9198a1}"
-    ".one{stroke:#9198a1}}"
+    "text{font:13px Helvetica,Arial,sans-serif;fill:#1f2328}.title{font-weight:bold}.soft{fill:#57606a}"
+    ".causal{fill:#2f81f7}.none{fill:#e08a1e}.one{stroke:#57606a;stroke-dasharray:4 3}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.soft{fill:#9198a1}.one{stroke:#9198a1}}"
 )
 
 

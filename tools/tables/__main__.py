@@ -24,6 +24,7 @@ from tools.tables import (
     sinks,
     speed,
     steps,
+    support,
 )
 from tools.tables.results import ROOT
 
@@ -36,6 +37,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme-limits": readme.limits,
     "gpu-tests": readme.gpu_tests,
     "gains": gains.gains,
+    "support-recipes": support.recipes,
+    "support-forms": support.forms,
+    "support-owners": support.owners,
     "speed-by-head-dim": speed.by_head_dim,
     "speed-beside-flash-attention-3": speed.beside_flash_attention_3,
     "speed-bursts": speed.bursts,

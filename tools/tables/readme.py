@@ -7,11 +7,16 @@ from tools.tables.cells import between, length
 from tools.tables.gains import MODELS, estimate
 from tools.tables.masks import FILE, speeds
 from tools.tables.pretraining import FROM_SCRATCH, SIZES, TRAINED_ON, find, gap, rows_of
-from tools.tables.results import BENCHMARKS, PEERS, RECIPES, TENSORS, load, rows_of as rows_of_file
+from tools.tables.results import BENCHMARKS, PEERS, RECIPES, TENSORS, load
+from tools.tables.results import rows_of as rows_of_file
 from tools.tables.speed import CARDS, LENGTHS, packed_speeds, training_speeds
 from tools.tables.steps import calls_of, of_325m, over_flash_attention
 
-WHOLE_SUITE, NEWEST_SUITE, H100_SUITE = "h200_2026-11-28_2451bcf", "h200_2026-11-29_94846373", "h100_2026-11-24_b1f1da0"
+WHOLE_SUITE, NEWEST_SUITE, H100_SUITE = (
+    "h200_2026-11-28_2451bcf",
+    "h200_2026-11-29_94846373",
+    "h100_2026-11-24_b1f1da0",
+)
 """Records of the GPU tests."""
 FILLED = (72, 80, 112)
 """head_dims that run in the kernels of 96 and 128, filled up."""
@@ -52,8 +57,8 @@ def memory() -> str:
         for which in (False, True)
     )
     return (
-        f"A call keeps {kept} times FlashAttention's bytes for backward. Its peak is {peak} times as high, and {filled} "
-        "times at head_dim 72, 80 and 112 ([memory](docs/results/steps.md#memory))."
+        f"A call keeps {kept} times FlashAttention's bytes for backward. Its peak is {peak} times as high, and "
+        f"{filled} times at head_dim 72, 80 and 112 ([memory](docs/results/steps.md#memory))."
     )
 
 
@@ -91,9 +96,10 @@ def limits() -> str:
     h200, h100 = (training_speeds(*files) for files in CARDS.values())
     packed = [own["fwd+bwd"] for (*_, sequences), own in packed_speeds().items() if sequences.endswith("x 2048")]
     return (
-        f"- **Short sequences.** From 4K tokens a call is {between(h200.values())} times as fast as the best BF16 kernel "
-        f"on an H200, and {between(h100.values())} on an H100 where FlashAttention-3 was not timed. Packed documents of "
-        f"2K tokens have {between(packed)} of FlashAttention-4's speed. `auto` hands such calls over."
+        "- **Short sequences.** Forward and backward, calls of 4K to 16K tokens are "
+        f"{between(h200.values())} times as fast as the best BF16 kernel on an H200, and {between(h100.values())} on "
+        "an H100 where FlashAttention-3 was not timed. Shorter ones gain nothing or lose: packed documents of 2K tokens "
+        f"have {between(packed)} of FlashAttention-4's speed on an H200. `auto` leaves such calls to others."
     )
 
 
