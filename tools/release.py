@@ -22,7 +22,7 @@ NOTES = "NOTES.md"
 
 
 def notes(changelog: str, version: str) -> tuple[str, str]:
-    """The date of a version ("unreleased" before it has one) and its part of the changelog, links made whole.
+    """The date of a version ("unreleased" before it has one) and its part of the changelog.
 
     Raises ValueError where the changelog lacks the version.
     """

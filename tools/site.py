@@ -3,7 +3,7 @@
 The start page is the repository's README, and docs/index.md is the page `pages`. CONTRIBUTING.md, CHANGELOG.md and
 READMEs are pages too. A link to any other file of the repository leads to a copy of it on the site, under `files`.
 The navigation has a tree for each heading of docs/index.md, users' pages and the laboratory's, and pages that it lacks
-stand at the laboratory's end, by folder, so that no page is named here.
+stand at the end of the last tree, or of the first one those of the reference, so that no page is named here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 START, INDEX = "README.md", "docs/index.md"
+FOLDERS = "configs", "dev", "benchmarks"
+"""That have pages too, beside docs and the root."""
 COPIES = "files/"
 """Where files that are no pages lie on the site."""
 IMAGES = (".png", ".svg")
@@ -34,7 +36,7 @@ _PARTS = re.compile(
 
 def places(root: Path = ROOT) -> dict[str, str]:
     """Where each page and picture of the repository stands on the site, by its path."""
-    found = [*root.glob("*.md"), *(root / "configs").rglob("*.md"), *(root / "dev").rglob("*.md")]
+    found = [*root.glob("*.md"), *(path for folder in FOLDERS for path in (root / folder).rglob("*.md"))]
     found += [path for path in (root / "docs").rglob("*") if path.suffix in (".md", *IMAGES)]
     paths = sorted(path.relative_to(root).as_posix() for path in found)
     return {path: path.removeprefix("docs/") for path in paths} | {START: "index.md", INDEX: "pages.md"}
@@ -101,9 +103,10 @@ def navigation(text: str, known: dict[str, str]) -> Tree:
             found = [waiting.pop(file) for file in dict.fromkeys(files) if file in waiting]
             if name is not None and found:
                 sections[name[1]] = found
+    first = next(iter(trees))
     for place in waiting.values():
-        folder = posixpath.dirname(place)
-        trees[title].setdefault(folder.capitalize() or "More", []).append(place)
+        folder = posixpath.basename(posixpath.dirname(place))
+        trees[first if folder == "reference" else title].setdefault(folder.capitalize() or "More", []).append(place)
     return trees
 
 
