@@ -26,7 +26,9 @@ def notes(changelog: str, version: str) -> tuple[str, str]:
 
     Raises ValueError where the changelog lacks the version.
     """
-    found = re.search(rf"^## \[{re.escape(version)}\] - (\S+)\n(.*?)(?=^## \[|\Z)", changelog, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf"^## \[{re.escape(version)}\] - (\S+)\n(.*?)(?=^## \[|\Z)", changelog, re.DOTALL | re.MULTILINE
+    )
     if found is None:
         raise ValueError(f"CHANGELOG.md has no heading '## [{version}] - DATE'")
     return found[1], found[2].strip() + "\n"

@@ -1,7 +1,8 @@
 """The pages as a site: hooks of MkDocs (`mkdocs.yml`), which `make docs` builds into site/.
 
 The start page is the repository's README, and docs/index.md is the page `pages`. CONTRIBUTING.md, CHANGELOG.md and
-READMEs are pages too. A link to any other file of the repository leads to a copy of it on the site, under `files`.
+READMEs are pages too. A link to any other file of the repository leads to a copy of it on the site, under `files`, and
+so does the name of a results file.
 The navigation has a tree for each heading of docs/index.md, users' pages and the laboratory's, and pages that it lacks
 stand at the end of the last tree, or of the first one those of the reference, so that no page is named here.
 """
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 START, INDEX = "README.md", "docs/index.md"
 FOLDERS = "configs", "dev", "benchmarks"
 """That have pages too, beside docs and the root."""
+RESULTS = "benchmarks/results/", "docs/results/"
 COPIES = "files/"
 """Where files that are no pages lie on the site."""
 IMAGES = (".png", ".svg")
@@ -50,8 +52,10 @@ def relinked(text: str, path: str, known: dict[str, str]) -> str:
     """
 
     def on_site(match: re.Match[str]) -> str:
-        target = match["target"]
-        if match["code"] or target.startswith(("#", "https://", "http://", "mailto:")):
+        target = match["target"] or "#"
+        if match["code"] and (file := evidence(match["code"])):
+            return f"[{match[0]}]({posixpath.relpath(COPIES + file, posixpath.dirname(known[path]) or '.')})"
+        if target.startswith(("#", "https://", "http://", "mailto:")):
             return match[0]
         file, hash_, anchor = target.partition("#")
         file = posixpath.normpath(posixpath.join(posixpath.dirname(path), file))
@@ -69,12 +73,22 @@ def relinked(text: str, path: str, known: dict[str, str]) -> str:
     return re.sub(r'(?<=<img )src="([^"]+)"', pictured, _PARTS.sub(on_site, text))
 
 
+def evidence(code: str) -> str | None:
+    """The results file that code in a sentence names, whole or as one of `RESULTS`; None of other code."""
+    name = code.strip("`")
+    if not re.fullmatch(r"[\w./-]+\.(json|txt|xz)", name):
+        return None
+    return next((file for folder in ("", *RESULTS) if (ROOT / (file := folder + name)).is_file()), None)
+
+
 def copied(known: dict[str, str]) -> list[str]:
     """Files of the repository that pages link to and that are no pages."""
     found = set()
     for path in known:
         if path.endswith(".md"):
             for match in _PARTS.finditer((ROOT / path).read_text(encoding="utf-8")):
+                if match["code"] and (file := evidence(match["code"])):
+                    found.add(file)
                 target = (match["target"] or "#").partition("#")[0]
                 file = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
                 if target and "://" not in target and file not in known and (ROOT / file).is_file():
@@ -125,7 +139,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     own = [file for file in files if file.src_uri.startswith("assets/")]
     known = places()
     others = {file: COPIES + file for file in copied(known)}
-    return Files(own + [File.generated(config, to, abs_src_path=str(ROOT / at)) for at, to in (known | others).items()])
+    return Files(
+        own + [File.generated(config, to, abs_src_path=str(ROOT / at)) for at, to in (known | others).items()]
+    )
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

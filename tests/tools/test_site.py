@@ -45,6 +45,11 @@ NO_PAGES = {file: place for file, place in KNOWN.items() if not file.endswith(".
 def test_evidence_is_copied_and_linked():
     text = site.relinked("[runs](../../benchmarks/results/x) [it](../../Makefile)".replace("/x", "/"), PAGE, KNOWN)
     assert text == "runs [it](../files/Makefile)"
+    named = "`training_h200_2026-11-28_614c2a6.json`"
+    file = f"benchmarks/results/{named.strip('`')}"
+    assert site.relinked(named, PAGE, KNOWN) == f"[{named}](../files/{file})"
+    assert site.relinked("`pyproject.toml` `gone.json`", PAGE, KNOWN) == "`pyproject.toml` `gone.json`"
+    assert file in site.copied(KNOWN)
     with pytest.raises(ValueError, match=r"gone\.json is not there"):
         site.relinked("[a](gone.json)", PAGE, KNOWN)
 
@@ -53,6 +58,9 @@ PAGE = "docs/results/speed.md"
 
 
 def test_a_search_leaves_tables_of_numbers_out():
-    words, numbers = "<table><tr><td>a mask</td><td>1.2</td></tr></table>", "<table><tr><td>1</td><td>2</td></tr></table>"
+    words, numbers = (
+        "<table><tr><td>a mask</td><td>1.2</td></tr></table>",
+        "<table><tr><td>1</td><td>2</td></tr></table>",
+    )
     html = site.on_page_content(f"<p>x</p>{words}{numbers}")
     assert html == f"<p>x</p>{words}" + numbers.replace("<table>", "<table data-search-exclude>")
