@@ -98,8 +98,8 @@ def limits() -> str:
     return (
         "- **Short sequences.** Forward and backward, calls of 4K to 16K tokens are "
         f"{between(h200.values())} times as fast as the best BF16 kernel on an H200, and {between(h100.values())} on "
-        "an H100 where FlashAttention-3 was not timed. Shorter ones gain nothing or lose: packed documents of 2K tokens "
-        f"have {between(packed)} of FlashAttention-4's speed on an H200. `auto` leaves such calls to others."
+        "an H100 where FlashAttention-3 was not timed. Shorter ones gain nothing or lose: packed documents of 2K "
+        f"tokens have {between(packed)} of FlashAttention-4's speed on an H200. `auto` leaves such calls to others."
     )
 
 
