@@ -61,7 +61,7 @@ def users_blocks():
             yield pytest.param(document, mark, code, id=place)
 
 
-@pytest.mark.parametrize(("document", "mark", "code"), users_blocks())
+@pytest.mark.parametrize(("document", "mark", "code"), list(users_blocks()))
 def test_a_block_runs_with_what_its_page_names(document, mark, code, environment, tmp_path):
     need = mark.removeprefix("needs ")
     if mark and need not in EXTRAS and need not in NEEDED_BY_EXTRAS and is_missing(need):

@@ -57,8 +57,9 @@ def memory() -> str:
         for which in (False, True)
     )
     return (
-        f"A call keeps {kept} times FlashAttention's bytes for backward. Its peak is {peak} times as high, and "
-        f"{filled} times at head_dim 72, 80 and 112 ([memory](docs/results/steps.md#memory))."
+        f"Under `mixed` without a mask a call of 4K to 16K tokens keeps {kept} times FlashAttention's bytes for "
+        f"backward. Its peak is {peak} times as high, and {filled} times at head_dim 72, 80 and "
+        "112 ([memory](docs/results/steps.md#memory))."
     )
 
 
@@ -85,7 +86,7 @@ def safety() -> str:
         f"- **From scratch**: 35M weights with QK-norm on 39.3M tokens, 16K a step, {len(own[0].gaps)} seeds. `mixed` "
         f"ends {gap(own[0])} nats from 16 bit, within the margin of 0.02 that was written before.",
         f"- **Trained further**: SmolLM2-135M for 500 steps at a rate of 1e-4, {len(own[1].gaps)} seeds. `mixed` ends "
-        f"{gap(own[1], 5)} nats from 16 bit, within the margin of 0.001.",
+        f"{gap(own[1], 5)} nats from 16 bit: a gap, and within the margin of 0.001.",
         f"- **What a gap costs**: in a 7B trained on 2T tokens, {worth(gain, tokens):.4f} nats eat what a step {gain} "
         "times as fast gains ([how](docs/results/pretraining.md#what-a-gap-costs)).",
     ])  # fmt: skip
