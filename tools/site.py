@@ -153,7 +153,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """A page's HTML; a search leaves its tables of numbers out."""
+    """A page's HTML; a search leaves its tables of numbers out, and commands may break, as names may not."""
+    html = re.sub(r"<code>(?=[^<]* [^<]* [^<]* )", '<code class="command">', html)
     return re.sub(r"<table>.*?</table>", _unsearched, html, flags=re.DOTALL)
 
 
