@@ -59,7 +59,7 @@ $(VENV)/.release: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[release]'
 	touch $@
 
-# docs/reference, from the docstrings, then site/ from all pages: open site/index.html. A broken link is an error.
+# docs/reference, from the docstrings (git ignores it), then site/ from all pages: open site/index.html. A broken link is an error.
 docs: $(INSTALLED) $(VENV)/.site
 	PYTHONPATH=src $(BIN)/python -m tools.reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
+from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.masks.mask import Mask, shown
 from sagebwd.recipe import Recipe
 from sagebwd.reference.conformance import emulator_error, moved, violation

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.masks import list_kernels, lists, sm90_block_lists, work_splits
+from sagebwd.kernels.masks import list_kernels, lists, sm90_block_lists, work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from tests import programs

@@ -12,7 +12,7 @@ from sagebwd.cli import main as cli
 from sagebwd.kernels.capabilities import IMPLEMENTATIONS
 from sagebwd.version import __version__
 from tests import programs
-from tests.commands import ROOT, forked, runner, started, without_defaults
+from tests.commands import ROOT, forked, runner, started
 
 
 @pytest.fixture
@@ -32,10 +32,6 @@ def test_help_lists_the_commands_quickly():
 
 def test_version_is_the_packages(command):
     assert command("--version") == (0, __version__, "")
-
-
-def test_help_has_the_defaults_that_its_texts_name(command, monkeypatch):
-    assert not without_defaults(cli.app, "trace", command, monkeypatch)
 
 
 def test_doctor_prints_what_to_install_as_it_is_typed(command, monkeypatch):

@@ -1,8 +1,5 @@
 """The site has every page once, and its links lead to pages and files of the site. MkDocs itself is not needed."""
 
-import posixpath
-import re
-
 import pytest
 
 from tools import site
@@ -25,21 +22,6 @@ def test_what_the_index_lacks_stands_at_the_end():
     known |= {"docs/reference/c.md": "reference/c.md"}
     trees = site.navigation("# Pages\n\n## Use\n\n- **Begin**: [a](a.md).\n\n## Lab\n\n- **None**: words.\n", known)
     assert trees == {"Use": {"Begin": ["a.md"], "Reference": ["reference/c.md"]}, "Lab": {"Log": ["dev/log/b.md"]}}
-
-
-@pytest.mark.parametrize("path", [path for path in KNOWN if path.endswith(".md")])
-def test_links_of_a_page_lead_to_pages_and_files_of_the_site(path):
-    text = site.relinked((site.ROOT / path).read_text(encoding="utf-8"), path, KNOWN)
-    prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)
-    folder = posixpath.dirname(KNOWN[path])
-    there = {*KNOWN.values(), *(site.COPIES + file for file in site.copied({path: KNOWN[path]} | NO_PAGES))}
-    for target in re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", prose):
-        link = "".join(target)
-        if not link.startswith(("#", "https://", "http://", "mailto:")):
-            assert posixpath.normpath(posixpath.join(folder, link.partition("#")[0])) in there, link
-
-
-NO_PAGES = {file: place for file, place in KNOWN.items() if not file.endswith(".md")}
 
 
 def test_evidence_is_copied_and_linked():
