@@ -207,18 +207,18 @@ def test_contributing_has_a_line_for_every_tool():
 
 
 def blocks():
-    """Python of the documents: where it stands, what the comment above it says of it (or nothing), the code."""
+    """Python of the documents: where it stands, what the comment above it (or what it continues) says, the code."""
     found = []
     pattern = re.compile(r"(?:^<!-- *([^\n]*?) *-->\n)?^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     for document in DOCUMENTS:
-        text, before = text_of(document), ""
+        text, marked, before = text_of(document), "", ""
         for block in pattern.finditer(text):
             line = text.count("\n", 0, block.start(2))
             mark, code = block.group(1) or "", block.group(2)
             if mark == "continues":
-                mark, code = "", before + code
+                mark, code = marked, before + code
             found.append((f"{document.relative_to(ROOT)}:{line}", mark, code))
-            before = code
+            marked, before = mark, code
     return found
 
 

@@ -1,4 +1,4 @@
-"""docs/versions.md names the versions and cards that the records, CI and the tests are of."""
+"""docs/support.md names the versions and cards that the records, CI and the tests are of."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import tomllib
 from tests.kernels import test_compile
 from tests.test_docs import ROOT
 
-PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 
 
 def test_every_record_is_of_a_version_and_a_card_that_the_page_names():
@@ -22,7 +22,7 @@ def test_every_record_is_of_a_version_and_a_card_that_the_page_names():
     for torch, triton, card in found:
         assert torch in row["torch"]
         assert triton in row["triton"]
-        assert f" {card} " in PAGE.partition("## What ran where")[2]
+        assert f" {card} " in PAGE.partition("## What was tested")[2]
 
 
 def test_versions_of_ci_and_of_the_package_are_named():
