@@ -184,12 +184,6 @@ def facts(device: str, commit: str | None) -> dict[str, object]:
     return environment(device, commit) | {name.replace("-", "_"): installed_version(name) for name in names}
 
 
-def is_of(cases: list[Case]) -> Callable[[dict], bool]:
-    """Whether a row of a file is of one of these cases."""
-    measured = {(case.model, case.tokens, case.compiled) for case in cases}
-    return lambda row: (row["model"], row["asked_tokens"], row["compiled"]) in measured
-
-
 def _others_first(found: dict[str, _Found]) -> list[tuple[str, _Found]]:
     return sorted(found.items(), key=lambda item: is_ours(item[0]))
 

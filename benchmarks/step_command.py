@@ -53,7 +53,7 @@ def step(
         from benchmarks import step_attentions, step_models
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import path_of, rows_kept, save
+    from sagebwd.cli.results import path_of, rows_of_others, save
 
     on_cpu = device == "cpu"
     lengths = [commands.tokens_of(text) for text in tokens or ([str(benchmark.CPU_TOKENS)] if on_cpu else ["8K"])]
@@ -70,7 +70,10 @@ def step(
     ]  # fmt: skip
     total = total or (2 * benchmark.CPU_TOKENS if on_cpu else benchmark.TOTAL_TOKENS)
     facts = benchmark.facts(device, commit) | commands.kernels(kernels_hash)
-    kept = rows_kept(path_of(facts, output, "step"), facts, benchmark.is_of(cases))
+    kept = rows_of_others(
+        path_of(facts, output, "step"), facts, ("model", "asked_tokens", "compiled"),
+        [(case.model, case.tokens, case.compiled) for case in cases],
+    )  # fmt: skip
     rows: list[benchmark.Measurement] = []
     path, start, longest = None, time.perf_counter(), 0.0
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:

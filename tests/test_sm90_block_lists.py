@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.masks import work_splits
+from sagebwd.kernels.masks import work_splits
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.kernels.masks.sm90_block_lists import HEAD_BIT, BlockLists, of_keys, of_queries, pack
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import TILE, Mask, of_tensor, shown
+from sagebwd.masks.mask import TILE, Mask, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.sm90_block_lists import HEAD_BIT, BlockLists, of_keys, of_queries, pack
 from tests.masks import KINDS, drawn
 
 BAND = Band(lower=-70, upper=0)

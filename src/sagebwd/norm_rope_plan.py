@@ -2,7 +2,8 @@
 
 Hopper's do: codes of Q and K are made of them at once, and the rows between are not written
 (`sagebwd.kernels.sm90.operands.norm_rope_codes`). Every other call is composed of `sagebwd.norm_rope_ops` and
-`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse is asked for.
+`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse or largest logits are asked
+for.
 
 Under torch.compile and under modes of torch, which see operators alone, that of `sagebwd.norm_rope_attention_ops` runs
 such a plan. A trace decides by what it knows of a call: shapes, dtypes, the device and settings.
@@ -17,22 +18,26 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sagebwd import checks, dispatch, norm_rope_attention_ops, switches
-from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
-from sagebwd.auto import flops
-from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.counts import answer, counts
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Prologue, keeps_inputs
+from sagebwd.counts import answer, counts
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
+from sagebwd.kernels.runtime.device import device_of
+from sagebwd.planning import flops
+from sagebwd.planning.autograd import SageAttention
+from sagebwd.planning.plan import Plan
+from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import assume_constant
 
 LENGTHS = "max_seqlen_q", "max_seqlen_k"
 OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
 # Of `sage_attention` and `sage_attention_varlen`, and what of each has to be left out.
 TAKES = {"is_causal", "scale", "window", "recipe", "impl"}
 TAKES_DENSE, TAKES_PACKED = TAKES | {"enable_gqa"}, TAKES | {*OFFSETS, *LENGTHS}
-LEFT_OUT_PACKED = {"sinks", "return_lse"}
+LEFT_OUT_PACKED = {"sinks", "return_lse", "return_max_logits"}
 LEFT_OUT_DENSE = LEFT_OUT_PACKED | {"attn_mask", "block_mask", "dropout_p"}
 DEFAULTS = {"is_causal": False, "scale": None, "window": None, "recipe": AUTO, "impl": None, "enable_gqa": False}
 SETTINGS = tuple(sorted((TAKES_DENSE | TAKES_PACKED) - {"recipe", "window", *OFFSETS}))
@@ -57,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     # who runs a call of "auto" depends on whether it trains, be it the weights alone
     settings = *(given.get(name) for name in SETTINGS), *prologue[:2], trains and given["recipe"] == AUTO, _COMPOSED
     tensors = q, k, v, None, cu_seqlens_q, cu_seqlens_k, None, *prologue[2:]
-    spec = plans.spec_of(tensors, None, given["recipe"], given["window"], *settings)
+    spec = spec_of(tensors, None, given["recipe"], given["window"], *settings)
     if spec is None:
         return None
     plan = PLANS.get(spec)
@@ -69,8 +74,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     counts[plan.answer] += 1
     masks = None, cu_seqlens_q, cu_seqlens_k
     if trains:
-        return plans.SageAttention.apply(plan, None, False, q, k, v, None, *masks, *prologue)
-    with plans.device_of(q):
+        return SageAttention.apply(plan, None, False, q, k, v, None, *masks, *prologue)
+    with device_of(q):
         return plan.forward(q, k, v, None, None, *masks, prologue)[0]
 
 
@@ -100,22 +105,24 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], trains: boo
     causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
     offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
     if offsets[0] is not None:
-        checked = packed_arguments_of(q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False)
+        settings = causal, scale, window, None, recipe, impl, False, False
+        checked = packed_arguments_of(q, k, v, offsets, lengths, *settings)
     else:
         grouped = given["enable_gqa"]
-        checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
+        settings = causal, scale, grouped, None, window, None, recipe, impl, False, False
+        checked = arguments_of(q, k, v, None, 0, *settings)
     return checked._replace(ask=checked.ask._replace(training=trains))
 
 
 def _plan_of(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
-) -> plans.Plan | str:  # fmt: skip
+) -> Plan | str:  # fmt: skip
     """The plan, or `_COMPOSED` where no family takes the prologue. Raises as `sage_attention`."""
     checked = _checked(q, k, v, given, trains)
     choice = checked.choice()
     if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
         return _COMPOSED
-    return plans.Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
+    return Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
 
 
 def _is_watched() -> bool:
@@ -136,7 +143,7 @@ def _by_operator(
     if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
     checked = _checked(q, k, v, given, trains)
-    if dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
+    if auto_choice.contender_of(checked.ask, checked.size, None, False) is not None:
         return None
     recipe, *asked = checked.ask
     chosen = _fused(str(recipe), *asked)

@@ -70,7 +70,7 @@ def test_answers_say_whose_backward_runs(monkeypatch):
 def test_on_a_card_of_mma_sync_auto_is_settled_by_the_width(monkeypatch):
     ask_of = doctor.ask_of
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
     monkeypatch.setattr(doctor, "ask_of", lambda *call: ask_of(*call)._replace(device=torch.device("cuda", 0)))
     dispatch._choose.cache_clear()
     for width, recipe in ((128, "token(dp=int8)"), (64, "token")):

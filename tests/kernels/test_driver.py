@@ -12,7 +12,7 @@ from sagebwd import dispatch, sage_attention, sage_attention_varlen
 from sagebwd.kernels.mma_sync import launch as mma_sync
 from sagebwd.kernels.runtime import program
 from sagebwd.kernels.sm90.forward import launch as sm90
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
@@ -21,7 +21,7 @@ DIMS = [(59, 128), (128, 59), (59, 59), (8, 24), (164, 164), (203, 80), (64, 64)
 FAMILIES = [
     ("triton/triton", "token"), ("triton/triton", "token(dp=int8)"), ("triton/triton", "full"),
     ("triton/triton", "token(smooth_k=False)"), ("mma_sync/triton", "token"), ("mma_sync/mma_sync", "token(dp=int8)"),
-    ("hopper/hopper", "mixed"), ("hopper/hopper", "mixed(dp=int8)"), ("triton/hopper", "mixed"),
+    ("hopper/hopper", "mixed"), ("triton/hopper", "mixed"),
 ]  # fmt: skip
 
 

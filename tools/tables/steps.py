@@ -40,7 +40,7 @@ def steps() -> str:
     """Time, tokens a second and peak memory of whole training steps."""
     rows = []
     for what, name in STEPS:
-        for row in sorted(rows_of(name), key=lambda row: row["context"]):
+        for row in sorted(rows_of(name), key=lambda row: (row["context"], "mixed" in row["attention"])):
             attention = attention_of(row)
             over = ""
             if attention.startswith("mixed"):

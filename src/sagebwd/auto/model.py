@@ -1,36 +1,28 @@
 """What a call takes in low precision and by each contender in full precision, in ms: a model of all, by card.
 
-A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys + cut x cut pairs`` on the
-GPU: launches, passes over the rows of Q and of K and V, products of queries and keys, the last tile, which under a
-causal mask meets all keys of a sequence while other multiprocessors have nothing left to do, and what torch takes more
-where an end cuts a tile. The six are a `Cost`, of a card, a pair of widths, a kind of mask and a direction, fitted
-from timings (`sagebwd.auto.fit`).
+A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches, passes over the
+rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a pair of widths, a kind
+of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
 
 Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
 the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
-`sagebwd doctor --measure` keeps timings of a machine in the cache folder, which are fitted when they are read.
+`sagebwd.auto.timings` has those of a machine.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from sagebwd.auto.contenders import LOW, PEERS
-from sagebwd.environment import cache_folder
-from sagebwd.version import __version__
+from sagebwd.masks.kinds import CAUSAL, PACKED, WINDOW
 
 # Of a call whose inputs need no gradient, and of forward and backward together.
 FORWARD, TRAINING = "forward", "training"
 DIRECTIONS = (FORWARD, TRAINING)
-# What hides keys: nothing; the future; a window, causal or not; padding of keys; bounds of packed sequences, causal or
-# not; anything else that a mask of elements says.
-KINDS = ("full", "causal", "window", "padding", "packed", "mask")
-FULL, CAUSAL, WINDOW, PADDING, PACKED, MASK = KINDS
 # Queries, and keys, of a tile: about all kernels' on Hopper. Multiprocessors of an H100 and of an H200.
 TILE, MULTIPROCESSORS = 128, 132
 # In which `_in_waves` counts, so that a trace has integers alone.
@@ -38,23 +30,18 @@ _PARTS = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
-_MICRO, _NANO, _PICO = 10**9, 10**6, 10**3
-_UNITS = _MICRO, _MICRO, _NANO, _PICO, _NANO, _PICO
+_UNITS = 10**9, 10**9, 10**6, 10**3
 _MILLI = 10**12
 
 
 class Work(NamedTuple):
     """The work of a call for a contender.
 
-    rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied. keys: of the
-    last tile in full precision, 0 where tiles are alike. cut: torch's pairs where an end of the queries or keys cuts
-    a tile, else 0.
+    rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied.
     """
 
     rows: int
     pairs: int
-    keys: int
-    cut: int
 
 
 class Size(NamedTuple):
@@ -62,7 +49,7 @@ class Size(NamedTuple):
 
     queries, keys: tokens of a sequence, of packed ones the mean, rounded up. heads, kv_heads: of all sequences
     together. width: of a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large
-    to make. longest: keys of the longest packed sequence, 0 where all are alike.
+    to make. longest: keys of the longest packed sequence, 0 where all are alike, or a trace does not know.
     """
 
     queries: int
@@ -84,9 +71,6 @@ class Size(NamedTuple):
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         is_low, is_peer = contender == LOW, contender in PEERS
         longest = max(keys, self.longest)
-        last = 0  # of low precision, whose calls do not show it
-        if not is_low and kind in (CAUSAL, PACKED):
-            last = min(queries, keys) if kind == CAUSAL else longest  # its queries see no more
         n, m = _rounded_up(queries, TILE), _rounded_up(keys, TILE)
         if kind == WINDOW and self.width < keys and (is_low or is_peer):
             pairs = 2 * n * min(m, _rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
@@ -107,9 +91,7 @@ class Size(NamedTuple):
             # two of seven products are forward's
             backward = _in_waves((kv_heads if is_low else heads) * m // TILE, is_peer)
             longer = (2 * longer + 5 * backward) // 7
-        pairs = pairs * heads * longer // _PARTS
-        is_cut = 0 if is_low or is_peer else min(1, n - queries + m - keys)
-        return Work(rows, pairs, last, is_cut * pairs)
+        return Work(rows, pairs * heads * longer // _PARTS)
 
 
 def _rounded_up(count: int, unit: int) -> int:
@@ -129,25 +111,17 @@ def _in_waves(tiles: int, is_peer: bool) -> int:
 
 
 class Cost(NamedTuple):
-    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice.
-
-    cut: more of a pair where an end cuts a tile, as cuDNN then takes another kernel, which masks.
-    """
+    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice."""
 
     host: int
     fixed: int
     row: int
     pair: int
-    key: int = 0
-    cut: int = 0
 
     @classmethod
-    def of(
-        cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float, key_ns: float = 0.0, cut_ps: float = 0.0
-    ) -> Cost:
+    def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float) -> Cost:
         """Of the units that ``model.json`` has."""
-        given = host_us, fixed_us, row_ns, pair_ps, key_ns, cut_ps
-        return cls(*(round(x * unit) for x, unit in zip(given, _UNITS)))
+        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps), _UNITS)))
 
     def written(self) -> list[float]:
         """What `of` takes, with three digits."""
@@ -164,8 +138,8 @@ class Cost(NamedTuple):
 
 def taken(cost: tuple[int, ...], work: Work) -> tuple[int, int]:
     """Twice what the host and what the GPU take by a `Cost`."""
-    host, fixed, row, pair, key, cut = cost
-    return 2 * host, 2 * (fixed + row * work.rows + key * work.keys) + pair * work.pairs + cut * work.cut
+    host, fixed, row, pair = cost
+    return 2 * host, 2 * (fixed + row * work.rows) + pair * work.pairs
 
 
 def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:
@@ -210,20 +184,6 @@ def widths_text(head_dim: int, value_dim: int) -> str:
 
 
 @cache
-def of_card(card: str, torch_version: str) -> tuple[Times, ...]:
-    """What is known of a card, as CUDA names it: measured on this machine; what was not, by this project."""
-    path, packaged = kept_at(card, torch_version), of_this_project().get(card, ())
-    rows = rows_kept(path)
-    if rows is None:
-        return packaged
-    from sagebwd.auto.fit import fitted  # which few machines need
-
-    measured = fitted(rows, f"timings in {path}", torch_version)
-    places = {times[:4] for times in measured}
-    return (*measured, *(times for times in packaged if times[:4] not in places))
-
-
-@cache
 def of_this_project() -> dict[str, tuple[Times, ...]]:
     """``model.json``, by card."""
     path = Path(__file__).with_suffix(".json")
@@ -241,79 +201,3 @@ def is_newer(torch_version: str, timed: str) -> bool:
     """Whether a version of torch is newer than the one that was timed, by its first two numbers."""
     first, second = (tuple(int(x) for x in text.split(".")[:2]) for text in (torch_version, timed))
     return first > second
-
-
-def rows_kept(path: Path) -> list[dict] | None:
-    """The rows of a file of `kept_at`; None where there is none and, with a warning, where it cannot be read."""
-    try:
-        return _checked(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        logging.getLogger("sagebwd").warning(
-            f"sagebwd: {path}, which says what calls take here, is not read: "
-            f"{type(error).__name__}: {error}. Delete it, or measure anew with `sagebwd doctor --measure`; until then "
-            "what this project measured counts"
-        )
-        return None
-
-
-def _checked(content: object) -> list[dict]:
-    """The rows of a results file. Raises ValueError that says what of them is not what it should be."""
-    rows = content.get("rows") if isinstance(content, dict) else None
-    if not isinstance(rows, list):
-        raise ValueError('expected an object with a list "rows"')
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"rows[{number}]: expected an object, got {row!r}")
-        for name, (accepts, accepted) in _COLUMNS.items():
-            if name not in row and name not in _LATER_COLUMNS:
-                raise ValueError(f"rows[{number}]: {name} is missing; expected {accepted}")
-            if name in row and not accepts(row[name]):
-                raise ValueError(f"rows[{number}]: {name}={row[name]!r}: expected {accepted}")
-        if not _are_times(row.get("others", {})):
-            raise ValueError(f"rows[{number}]: others={row['others']!r}: expected names with pairs of times")
-    return rows
-
-
-# Of what is counted: no call has more, and products of three are floats.
-_MOST = 1 << 63
-
-
-def _is_count(x: object) -> bool:
-    return type(x) is int and 0 < x <= _MOST
-
-
-def _is_time(x: object) -> bool:
-    return x is None or (type(x) in (int, float) and _SHORTEST_MS <= x <= _LONGEST_MS)
-
-
-def _are_times(others: object) -> bool:
-    """Whether they are ms and the host's ms by name, or, as in older files, ms."""
-    if not isinstance(others, dict):
-        return False
-    return all(_is_time(x) or (isinstance(x, list) and len(x) == 2 and all(map(_is_time, x))) for x in others.values())
-
-
-# What a call can have, and what a clock can give: numbers that a fit can square.
-_MOST, _SHORTEST_MS, _LONGEST_MS = (1 << 31) - 1, 1e-6, 1e9
-_COUNT, _TIME = f"an integer from 1 to {_MOST}", f"a number from {_SHORTEST_MS:g} to {_LONGEST_MS:g} or null"
-# What `sagebwd.auto.fit` reads of a row, which values it takes and what these are called.
-_COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("head_dim", "value_dim", "batch", "heads", "tokens"), (_is_count, _COUNT)),
-    "direction": (DIRECTIONS.__contains__, f"one of {', '.join(DIRECTIONS)}"),
-    "kind": (KINDS.__contains__, f"one of {', '.join(KINDS)}"),
-    **dict.fromkeys(("recipe", "impl"), (lambda x: isinstance(x, str), "a text")),
-    **dict.fromkeys(("ms", "host_ms", "torch_ms", "torch_host_ms"), (_is_time, _TIME)),
-    "kv_heads": (_is_count, _COUNT),
-    **dict.fromkeys(("kv_tokens", "width"), (lambda x: x in (0, None) or _is_count(x), f"{_COUNT}, 0 or null")),
-    "picked": (lambda x: isinstance(x, str), "a text"),
-}
-# Those that older files lack.
-_LATER_COLUMNS = "kv_heads", "kv_tokens", "width", "picked"
-
-
-def kept_at(card: str, torch_version: str) -> Path:
-    """Where what was measured on this machine is kept, by the card and the versions of torch and sagebwd."""
-    name = card.removeprefix("NVIDIA ").replace(" ", "-").lower()
-    return cache_folder() / "timings" / f"{name}_torch-{torch_version}_sagebwd-{__version__}.json"

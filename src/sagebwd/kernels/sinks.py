@@ -1,4 +1,4 @@
-"""`sagebwd.reference.sinks` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
+"""`sagebwd.sinks` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.common.tile import LN_2, LOG2_E, block_in_sequence, load_rows, to_16bit, whose
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
 from sagebwd.kernels.runtime.program import launch, zeros
-from sagebwd.reference.sinks import FARTHEST
+from sagebwd.sinks import FARTHEST
 
 # Queries of a program.
 BLOCK = 64
@@ -22,7 +22,8 @@ _FARTHEST = tl.constexpr(FARTHEST)
 
 
 @triton.jit
-def _mean_of(k_mean, batch, head, heads, group, columns, head_dim):
+def mean_of(k_mean, batch, head, heads, group, columns, head_dim):
+    """K's mean that a head's queries meet, FP32."""
     at = k_mean + (batch.to(tl.int64) * (heads // group) + head // group) * head_dim
     return tl.load(at + columns, mask=columns < head_dim, other=0)
 
@@ -53,7 +54,7 @@ def weigh_kernel(
         q_tile = load_rows(q_at, local, columns, pitch_of(q), left, head_dim, False, head_dim == BLOCK_D).to(
             tl.float32
         )
-        mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+        mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         above -= tl.sum(q_tile * mean[None, :], 1) * scale
     above = tl.where(blind, float("inf"), above)
     # 1 / (1 + e^|x|) and its complement, of which neither overflows
@@ -102,7 +103,7 @@ def gradient_kernel(
     tl.store(found + tl.program_id(0), tl.sum(change, 0))
     if k_mean is not None:
         columns = tl.arange(0, BLOCK_D)
-        mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+        mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         dq_at = row_of(dq, batch, head, start + first)
         tile = load_rows(dq_at, local, columns, pitch_of(dq), left, head_dim, False, head_dim == BLOCK_D)
         added = to_16bit(tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :], tile.dtype)
@@ -115,7 +116,7 @@ def weigh(
     o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, scale: float, offsets: Tensor | None,
     longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.reference.sinks.weigh`."""
+    """`sagebwd.sinks.weigh`."""
     q, sinks = aligned_rows(q), contiguous(sinks)
     packing = Packing.of(q, offsets, longest)
     weight = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -130,7 +131,7 @@ def gradient_by_block(
     do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None, scale: float,
     offsets: Tensor | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.reference.sinks.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
+    """`sagebwd.sinks.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
     packing = Packing.of(o, offsets, longest)
     shape = packing.heads_in_all, packing.blocks(BLOCK)
     if offsets is None:
