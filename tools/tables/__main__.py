@@ -50,6 +50,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "masks": masks.masks,
     "speed-auto": speed.auto,
     "steps": steps.steps,
+    "model-steps": steps.models,
     "memory-of-a-call": steps.memory_of_a_call,
     "longest": steps.longest_sequences,
     "blocks": qk_norm_rope.blocks,

@@ -10,6 +10,7 @@ from tools.tables.results import PEERS, rows_of
 from tools.tables.speed import BESIDE_FA3
 
 OF_325M = "training_h200_2026-11-28_614c2a6"
+OF_MODELS = "step_h200_2026-11-29_7fc77049"
 STEPS = (
     ("325M model", OF_325M),
     ("the same on two GPUs", "training_2-processes_h200_2026-11-26_093eef2"),
@@ -49,6 +50,11 @@ def steps() -> str:
                          f"{row['tokens_per_s']:,.0f}", over, f"{row['peak_bytes'] / 2**30:.1f}"])  # fmt: skip
     head = ["what", "tokens a sequence", "attention", "step ms", "tokens/s", "`mixed` over the best (95%)", "peak GiB"]
     return table(head, rows)
+
+
+def models() -> str:
+    """Steps of models by name."""
+    return models_table(rows_of(OF_MODELS))
 
 
 def models_table(rows: list[dict]) -> str:
