@@ -43,8 +43,8 @@ def gains() -> str:
         f"`torch.compile` on one H200, is {over['sagebwd', True]} times as fast as with FlashAttention-4, and "
         f"{over_sdpa:.2f} times as fast as with Transformers' `sdpa`, which "
         "[reads a mask of elements there](docs/steps.md#what-sdpa-loses-in-a-compiled-model). Uncompiled it is "
-        f"{over['sagebwd', False]} times as fast as with FlashAttention-4, and {over['sagebwd+fuse', False]} times with "
-        "the [rotary embedding in the call](docs/qk-norm-rope.md#in-transformers). A 7B was not timed: "
+        f"{over['sagebwd', False]} times as fast as with FlashAttention-4, and {over['sagebwd+fuse', False]} times "
+        "with the [rotary embedding in the call](docs/qk-norm-rope.md#in-transformers). A 7B was not timed: "
         f"{estimate(*model, at)[1]:.2f} is [our estimate](docs/questions.md#what-do-i-gain-on-a-7b).",
         f"- **A call** with {call['heads']} heads of {call['head_dim']} and {length(at)} tokens, causal, forward and "
         f"backward, takes {call['ms']:.2f} ms on an H200, where {PEERS[call['peer']]}, the fastest in BF16, takes "
