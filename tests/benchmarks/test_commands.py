@@ -39,6 +39,35 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     assert f"over the best baseline: {line}" in out
 
 
+def test_runs_of_other_documents_write_one_file(command, tmp_path, monkeypatch):
+    """By `mixed` and `auto` unless recipes are named."""
+    monkeypatch.setattr("benchmarks.packed.MODEL_WIDTH", 64)
+    call = "attention", "--packed", "--device", "cpu", "--rounds", 1, "--head-dim", 64, "--output", tmp_path
+    for documents in ("8x2k", "sft", "8x2k"):
+        code, out, _ = command(*call, "--documents", documents, "--commit", "abc")
+        assert code == 0
+        assert "reference auto" in out
+    (path,) = tmp_path.glob("packed_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [len(rows), len({str(row["lengths"]) for row in rows})] == [18, 2]
+    assert {row["recipe"] for row in rows} == {"mixed", "auto", "bf16"}
+    assert len(path.with_suffix(".csv").read_text().splitlines()) == 19
+
+
+def test_peaks_of_skewed_documents(command, tmp_path):
+    for case in ("3000 of 8", "sft"):
+        code, out, _ = command(
+            "packed-skew", "--device", "cpu", "--case", case, "--output", tmp_path, "--commit", "abc"
+        )
+        assert code == 0
+        assert case in out
+    (path,) = tmp_path.glob("packed-skew_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["case"], row["gate"], row["fa4_peak_mib"]) for row in rows] == [
+        ("3000 of 8", "ok", None), ("sft", "ok", None),
+    ]  # fmt: skip
+
+
 def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command, tmp_path, monkeypatch):
     """Regression: the command printed nothing for a minute, and was killed."""
     measure, shapes = attention.measure_shape, []
@@ -82,6 +111,8 @@ def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command
         (("masks", "--device", "cpu", "--processes", -1), "processes=-1 must be at least 0"),
         (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: documents"),
         (("attention", "--device", "tpu"), "device='tpu' is not known"),
+        (("attention", "--device", "cpu", "--documents", "sft"), "--documents names lengths of --packed"),
+        (("packed-skew", "--device", "cpu", "--case", "long"), "case='long' is not known; accepted: one of 32768"),
         (("attention", "--device", "cpu", "--packed", "--tokens", 32), "none of --tokens, --special and --peer"),
         (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),
         (

@@ -49,7 +49,7 @@ class Size(NamedTuple):
 
     queries, keys: tokens of a sequence, of packed ones the mean, rounded up. heads, kv_heads: of all sequences
     together. width: of a window, the keys in it. by_torch: whether torch is one of them, and not by a mask too large
-    to make. longest: keys of the longest packed sequence, 0 where all are alike.
+    to make. longest: keys of the longest packed sequence, 0 where all are alike, or a trace does not know.
     """
 
     queries: int

@@ -50,7 +50,7 @@ from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.softmax import probabilities, scores
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
-from sagebwd.recipe import FP8, INT8
+from sagebwd.recipe import INT8
 
 
 class Values(NamedTuple):
@@ -286,10 +286,10 @@ def launch_forward(
     first_keys: FirstKeys,
     o: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Write o; lse and, where gradients are FP8, row maxima. The operands as `forward_kernel` takes them."""
+    """Write o; lse and, where the call keeps them, row maxima. The operands as `forward_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
     lse = queries.per_token(q.device)
-    row_max = queries.per_token(q.device) if recipe.dv == FP8 else None
+    row_max = queries.per_token(q.device) if call.keeps_row_max else None
     o_int8 = recipe.o == INT8
 
     def run(config: Config) -> None:

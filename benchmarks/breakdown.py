@@ -38,12 +38,16 @@ OPERATOR = re.compile(
 ATTENTION = re.compile(
     r".*(sagebwdkernels"  # CuTe DSL's of this project, named after their module
     r"|FlashAttention(Forward|Backward)Sm\d+"  # FlashAttention-4
+    r"|FlashAttn(Fwd|Bwd)Sm\d+"  # FlashAttention-3
+    r"|triton_tem_fused_\w*flex_attention"  # FlexAttention, as inductor names its templates
     r"|sdpa_sm\d+_flash_[bf]prop"  # cuDNN
+    r"|fmha_cutlass[FB]_"  # torch's memory-efficient attention
     r"|pytorch_flash::flash_(fwd|bwd_dq_dk_dv_loop_seqk_parallel|fwd_splitkv)_kernel).*",
     re.DOTALL,
 )
 PASSES = re.compile(
     r".*(FlashAttentionBackward(Preprocess|Postprocess)"
+    r"|FlashAttnBwd(Preprocess|PostprocessConvertdQ)"
     r"|cudnn::fusion::(compute_dot_do_o|convert_dq)"
     r"|pytorch_flash::flash_bwd_(dot_do_o|convert_dq|convert_dkv|clear_dkvaccum)).*",
     re.DOTALL,
