@@ -176,7 +176,7 @@ def test_a_report_has_self_tests_and_the_same_rows(of_few_points, monkeypatch):
     path = of_few_points / "report.json"
     command.measure("cpu", [bench.Case(CAUSAL, 16, 16)], None, "abc", path)
     found = json.loads(path.read_text())
-    assert found["rows"] == json.loads(model.kept_at("cpu", torch.__version__).read_text())["rows"]
+    assert found["rows"] == json.loads(timings.kept_at("cpu", torch.__version__).read_text())["rows"]
     passed, refused = found["self_tests"]
     assert (passed["impl"], passed["error"], passed["refused"]) == ("reference", 0.0, None)
     assert refused["error"] is None
