@@ -2,7 +2,8 @@
 
 Hopper's do: codes of Q and K are made of them at once, and the rows between are not written
 (`sagebwd.kernels.sm90.operands.norm_rope_codes`). Every other call is composed of `sagebwd.norm_rope_ops` and
-`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse is asked for.
+`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse or largest logits are asked
+for.
 
 Under torch.compile and under modes of torch, which see operators alone, that of `sagebwd.norm_rope_attention_ops` runs
 such a plan. A trace decides by what it knows of a call: shapes, dtypes, the device and settings.
@@ -36,7 +37,7 @@ OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
 # Of `sage_attention` and `sage_attention_varlen`, and what of each has to be left out.
 TAKES = {"is_causal", "scale", "window", "recipe", "impl"}
 TAKES_DENSE, TAKES_PACKED = TAKES | {"enable_gqa"}, TAKES | {*OFFSETS, *LENGTHS}
-LEFT_OUT_PACKED = {"sinks", "return_lse"}
+LEFT_OUT_PACKED = {"sinks", "return_lse", "return_max_logits"}
 LEFT_OUT_DENSE = LEFT_OUT_PACKED | {"attn_mask", "block_mask", "dropout_p"}
 DEFAULTS = {"is_causal": False, "scale": None, "window": None, "recipe": AUTO, "impl": None, "enable_gqa": False}
 SETTINGS = tuple(sorted((TAKES_DENSE | TAKES_PACKED) - {"recipe", "window", *OFFSETS}))
@@ -104,10 +105,12 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], trains: boo
     causal, scale, window, recipe, impl = (given[x] for x in ("is_causal", "scale", "window", "recipe", "impl"))
     offsets, lengths = tuple(given.get(x) for x in OFFSETS), tuple(given.get(x) for x in LENGTHS)
     if offsets[0] is not None:
-        checked = packed_arguments_of(q, k, v, offsets, lengths, causal, scale, window, None, recipe, impl, False)
+        settings = causal, scale, window, None, recipe, impl, False, False
+        checked = packed_arguments_of(q, k, v, offsets, lengths, *settings)
     else:
         grouped = given["enable_gqa"]
-        checked = arguments_of(q, k, v, None, 0, causal, scale, grouped, None, window, None, recipe, impl, False)
+        settings = causal, scale, grouped, None, window, None, recipe, impl, False, False
+        checked = arguments_of(q, k, v, None, 0, *settings)
     return checked._replace(ask=checked.ask._replace(training=trains))
 
 

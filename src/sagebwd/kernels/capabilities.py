@@ -6,7 +6,8 @@ Imports neither torch nor triton: `sagebwd.dispatch` asks the records before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sagebwd.masks.kinds import ELEMENTS
@@ -30,7 +31,7 @@ class Row(NamedTuple):
     missing here. in_torch: operators of torch run it, by no program, and backward reads q, k and v. mask_form: how its
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
     takes_prologue: its passes take norm and rotary embedding of Q and K too. powers_of_two: a width costs as much as
-    the next of these.
+    the next of these. instead: by a field that is refused, what to name in place of the recipe.
     """
 
     direction: str
@@ -46,6 +47,7 @@ class Row(NamedTuple):
     means: int = 1
     takes_prologue: bool = False
     powers_of_two: bool = False
+    instead: Mapping[str, str] = MappingProxyType({})
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -57,7 +59,8 @@ class Row(NamedTuple):
         for name, accepted in self.fields.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
-                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                return has + self.instead.get(name, "")
         return None
 
 
