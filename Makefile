@@ -8,7 +8,7 @@ NEWEST := .venv-newest
 TIMED_TRITON := 3.6.0
 SOURCES := src lab benchmarks tests tools examples
 
-.PHONY: demo test test-lab test-all test-rounding test-newest test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package docs bench lint format clean
+.PHONY: demo test test-lab test-all test-rounding test-newest test-gpu gpu-suite matrix sequences-gpu fuzz-gpu sanitize-gpu package release docs bench lint format clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "first run: pip installs what this needs into $(VENV), which takes minutes and prints nothing else"
@@ -51,7 +51,15 @@ test-newest: $(INSTALLED)
 package: $(INSTALLED)
 	$(BIN)/python -m tools.package
 
-# docs/reference, from the docstrings, then site/ from all pages: open site/index.html. A broken link is an error.
+# The same into dist/, checked as an index checks it, and dist/NOTES.md; TAG=v0.1.0 has to be the version's, with a date.
+release: $(INSTALLED) $(VENV)/.release
+	$(BIN)/python -m tools.release $(if $(TAG),--tag $(TAG))
+
+$(VENV)/.release: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[release]'
+	touch $@
+
+# docs/reference, from the docstrings (git ignores it), then site/ from all pages: open site/index.html. A broken link is an error.
 docs: $(INSTALLED) $(VENV)/.site
 	PYTHONPATH=src $(BIN)/python -m tools.reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

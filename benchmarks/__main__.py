@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks attention | masks | block`."""
+"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ try:
     import typer
     from rich.table import Table
 
-    from benchmarks import commands
+    from benchmarks import commands, step_command
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
-
-KERNELS = "src/sagebwd/kernels"
 
 app = command_line("Speed and memory of attention.")
 
@@ -45,6 +43,10 @@ def attention(
     packed: Annotated[
         bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
     ] = False,
+    documents: Annotated[
+        list[str] | None,
+        typer.Option(help="Of --packed: 16x2k, 8x2k, mixed, heavy-tailed, web, sft; repeat [default: all]."),
+    ] = None,
     deterministic: Annotated[
         bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
     ] = False,
@@ -63,10 +65,10 @@ def attention(
     from benchmarks.plot import plot_attention
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, save
+    from sagebwd.cli.results import environment, path_of, rows_of_others, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
-    from sagebwd.recipe import Recipe
+    from sagebwd.recipe import AUTO, Recipe
 
     commands.check_at_least(1, rounds=rounds, tokens=min(tokens or [1]))
     check_device(device)
@@ -74,17 +76,21 @@ def attention(
     for name in impl or ():
         check_known(name)
     low_bit.check(peer or ())
-    recipes = [Recipe.parse(text) for text in recipe or ["token", "paper"]]
+    default = ["mixed", AUTO] if packed else ["token", "paper"]
+    recipes = [Recipe.parse_or_auto(text) for text in recipe or default]
+    if documents and not packed:
+        raise ValueError("--documents names lengths of --packed, which was not given")
     if packed:
         if tokens or special or peer:
             raise ValueError(
                 "--packed has shapes of its own; expected none of --tokens, --special and --peer beside it"
             )
-        kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS)
+        kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS, documents, device)
     else:
         kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens, device)
         grid += shapes.special_shapes() if (device != "cpu" if special is None else special) else []
     facts = environment(device, commit) | low_bit.facts(peer or ())
+    kept = rows_of_others(path_of(facts, output, kind), facts, benchmark.CALL, [benchmark.call_of(x) for x in grid])
     rows: list[benchmark.Measurement] = []
     path = None
     work = [0.0, *itertools.accumulate(shape.flops("fwd+bwd") for shape in grid)]
@@ -99,13 +105,14 @@ def attention(
                 shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
             )
             rows += measured
-            path = save(rows, facts, output, kind)  # anew with every shape: one that is cut off has what it measured
+            # anew with every shape: one that is cut off has what it measured
+            path = save([*kept, *rows], facts, output, kind)
             console.print(_attention_table(str(shape), measured))
             for line in low_bit.comparisons(measured):
                 console.print(line, markup=False)
             for name, reason in measured[-1].peer_gates.items():
                 console.print(f"{name} does not count here, {reason}", markup=False)
-    console.print(f"wrote {path} and {benchmark.save_csv(rows, path)}")
+    console.print(f"wrote {path} and {benchmark.save_csv([*kept, *rows], path)}")
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not baselines.may_claim_best(benchmark.timed_both_ways(rows), device):
         del compared["the best baseline"]
@@ -153,6 +160,58 @@ def _attention_table(title: str, rows: list) -> Table:
 
 
 @app.command()
+def packed_skew(
+    recipe: Annotated[str, typer.Option(help="Recipe of ours, a name or text.")] = "mixed",
+    impl: Annotated[str | None, typer.Option(help="Kernel family [default: the fastest].")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="A case by its name; repeat [default: all].")] = None,
+    device: commands.Device = "cuda",
+    output: commands.Results = commands.RESULTS,
+    commit: commands.Commit = None,
+) -> None:
+    """Peak memory of packed documents of very different lengths, beside FlashAttention-4's."""
+    from benchmarks import packed_skew as benchmark
+    from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.outputs import check_folder
+    from sagebwd.cli.results import environment, path_of, rows_of_others, save
+    from sagebwd.cli.terminal import console, progress
+    from sagebwd.dispatch import check_known
+    from sagebwd.recipe import Recipe
+
+    check_device(device)
+    check_folder("--output", output)
+    check_known(impl)
+    asked = Recipe.parse(recipe)
+    for name in case or ():
+        if name not in benchmark.CASES:
+            raise ValueError(f"case={name!r} is not known; accepted: {', '.join(benchmark.CASES)}")
+    names = case or list(benchmark.CASES)
+    facts = environment(device, commit)
+    of, measured = ("case", "recipe", "impl"), [(name, str(asked), impl) for name in names]
+    kept = rows_of_others(path_of(facts, output, "packed-skew"), facts, of, measured)
+    rows: list[benchmark.Measurement] = []
+    path = None
+    with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
+        for row in benchmark.measure(asked, impl, device, names, tell):
+            rows.append(row)
+            # anew with every case: one that is cut off has what it measured
+            path = save([*kept, *rows], facts, output, "packed-skew")
+    table = Table(title=f"{asked}, peak MiB beyond the inputs", title_justify="left", box=None)
+    for heading in ("documents", "ours", "FlashAttention-4", "over it"):
+        table.add_column(heading, justify="left" if heading == "documents" else "right")
+    for row in rows:
+        peaks = ["" if mib is None else f"{mib:.0f}" for mib in (row.peak_mib, row.fa4_peak_mib)]
+        over = "" if row.over is None else f"{row.over:.2f}x"
+        table.add_row(row.case, *(peaks if row.gate == "ok" else ["[red]FAILED[/red]", ""]), over)
+    console.print(table)
+    console.print(f"wrote {path}", soft_wrap=True)
+    if any(row.gate != "ok" for row in rows):
+        raise ValueError("some cases FAILED the correctness gate: their results are wrong, do not use them")
+    above = [row.case for row in rows if row.over is not None and row.over > benchmark.MOST]
+    if above:
+        console.print(f"above {benchmark.MOST} times FlashAttention-4's: {'; '.join(above)}", markup=False)
+
+
+@app.command()
 def masks(
     mask: Annotated[
         list[str] | None,
@@ -182,7 +241,7 @@ def masks(
     device: commands.Device = "cuda",
     output: commands.Results = commands.RESULTS,
     commit: commands.Commit = None,
-    kernels_hash: Annotated[str | None, typer.Option(help="Of the tree of kernels, outside a git checkout.")] = None,
+    kernels_hash: commands.KernelsHash = None,
 ) -> None:
     """Speed of masks of video, documents and images, end to end, against FlexAttention, FlashAttention and SDPA."""
     from sagebwd.cli.terminal import console, progress, quiet
@@ -191,9 +250,9 @@ def masks(
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # or what other processes compile is lost
     from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
-    from sagebwd.cli.hardware import check_device, command_output
+    from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, path_of, save
+    from sagebwd.cli.results import environment, path_of, rows_of_others, save
     from sagebwd.dispatch import check_known
 
     commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
@@ -210,9 +269,11 @@ def masks(
     ]
     if processes is None:
         processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
-    facts = environment(device, commit)
-    facts["kernels"] = kernels_hash or command_output("git", "rev-parse", f"HEAD:{KERNELS}")
-    kept = benchmark.rows_of_other_cases(path_of(facts, output, "masks"), facts, cases)
+    facts = environment(device, commit) | commands.kernels(kernels_hash)
+    kept = rows_of_others(
+        path_of(facts, output, "masks"), facts, ("mask", "head_dim", "tokens"),
+        [(case.kind, case.shape.head_dim, case.shape.tokens) for case in cases],
+    )  # fmt: skip
     rows: list[benchmark.Measurement] = []
     path = None
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
@@ -340,6 +401,9 @@ def _block_table(title: str, rows: list) -> Table:
                 kept = "" if row.kept_bytes is None else f"{row.kept_bytes / 2**20:.0f}"
         table.add_row(part, name, *cells, kept)
     return table
+
+
+app.command()(step_command.step)
 
 
 def main() -> None:

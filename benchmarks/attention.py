@@ -14,24 +14,27 @@ import csv
 import io
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import low_bit
 from benchmarks.baselines import DOES_NOT_RUN, Attention, candidates, refusal
-from benchmarks.correctness import emulated, errors_of, gate, wrong_tensors
+from benchmarks.correctness import Outcome, emulated, errors_of, gate, wrong_tensors
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
+from sagebwd.auto.contenders import PEERS, TORCH
 from sagebwd.call import Ask
 from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.environment import write_whole
+from sagebwd.explain import explain, explain_varlen
 from sagebwd.masks import kinds
-from sagebwd.recipe import FP8, Recipe
+from sagebwd.recipe import AUTO, FP8, Recipe
 from sagebwd.switches import switches
 
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
@@ -45,10 +48,15 @@ Key = tuple[str, str]
 """An implementation and a recipe, or a baseline and `BASELINE`."""
 
 
+CALL = "head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal"
+"""Fields of a row that say which call it is of."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One row of the result file; times in ms, rates in TFLOPS, memory in bytes beyond the inputs.
 
+    impl: of recipe "auto" who runs the call, "torch", "fa4" and "fa3" too.
     host_ms: how long the host took to issue what the device took ms for; where it is no less, it set the pace. peer:
     the fastest baseline of the shape that is right in this direction, peer_ms its time, and speedup is over it. gate:
     "ok", "FAILED" of a kernel that is not its recipe, which has no time, what is "wrong" of a baseline, or why it does
@@ -87,6 +95,13 @@ class Measurement:
     errors: dict[str, float] | None
 
 
+def call_of(shape: Shape) -> tuple:
+    """`CALL` of a shape's rows."""
+    lengths = list(shape.lengths) if isinstance(shape, Packed) else None
+    widths, heads = (shape.head_dim, shape.value_dim), (shape.heads, shape.kv_heads)
+    return *widths, *heads, shape.batch, shape.tokens, lengths, shape.is_causal
+
+
 def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None, int | None]:
     """Bytes of forward and backward at their peak, beyond the inputs, and bytes that backward keeps alive in between.
 
@@ -122,9 +137,10 @@ def measure_shape(
 ) -> list[Measurement]:  # fmt: skip
     """Rows of one shape: of each recipe in each implementation that runs it, of each low-bit peer, and each baseline.
 
-    impls: None for each recipe's fastest. deterministic: also FP8 recipes, the only ones whose gradients do not repeat
-    bit for bit, made to; such a row's recipe ends in `DETERMINISTIC`. low_bit_peers: of `low_bit.PEERS`; one that does
-    not take the shape has no rows. tell: is told what begins, and which share of the shape's work is done.
+    recipes: "auto" too. impls: None for each recipe's fastest. deterministic: also FP8 recipes, the only ones whose
+    gradients do not repeat bit for bit, made to; such a row's recipe ends in `DETERMINISTIC`. low_bit_peers: of
+    `low_bit.PEERS`; one that does not take the shape has no rows. tell: is told what begins, and which share of the
+    shape's work is done.
 
     Raises NotImplementedError where none runs a recipe.
     """
@@ -132,18 +148,21 @@ def measure_shape(
     inputs = shape.inputs(device, dtype)
     attentions: dict[Key, Attention] = {}
     gates: dict[Key, dict[str, str]] = {}
-    pairs, checking = _pairs(shape, recipes, impls, device, dtype), CHECKING[torch.device(device).type]
-    for number, (impl, recipe) in enumerate(pairs):
-        tell(f"checking {recipe} ({impl})", checking * number / (len(pairs) + 1))
-        key = (impl, str(recipe))
-        attention = attentions[key] = _ours(shape, recipe, impl, device)
-        gates[key] = dict.fromkeys(DIRECTIONS, gate(shape, attention, recipe, inputs))
-        if deterministic and FP8 in (recipe.dv, recipe.dq, recipe.dk):
-            key = impl, str(recipe) + DETERMINISTIC
-            attentions[key] = switches(deterministic=True)(attention)
-            gates[key] = dict.fromkeys(DIRECTIONS, gate(shape, attentions[key], recipe, inputs))
-    tell("checking the baselines", checking * len(pairs) / (len(pairs) + 1))
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
+    found, checking = _ours(shape, recipes, impls, device, inputs), CHECKING[torch.device(device).type]
+    for number, ours in enumerate(found):
+        tell(f"checking {ours.text} ({ours.impl})", checking * number / (len(found) + 1))
+        key = ours.impl, ours.text
+        attentions[key] = ours.attention
+        gates[key] = dict.fromkeys(DIRECTIONS, _our_gate(shape, ours, inputs, exact))
+        if deterministic and FP8 in (ours.recipe.dv, ours.recipe.dq, ours.recipe.dk):
+            ours = ours._replace(
+                text=ours.text + DETERMINISTIC, attention=switches(deterministic=True)(ours.attention)
+            )
+            key = ours.impl, ours.text
+            attentions[key] = ours.attention
+            gates[key] = dict.fromkeys(DIRECTIONS, _our_gate(shape, ours, inputs, exact))
+    tell("checking the baselines", checking * len(found) / (len(found) + 1))
     errors: dict[Key, dict[str, float]] = {}
     refused: dict[str, str] = {}
     low_bit_attentions = low_bit.attentions(shape, low_bit_peers)
@@ -181,31 +200,66 @@ def measure_shape(
     ]
 
 
-def _ours(shape: Shape, recipe: Recipe, impl: str, device: str) -> Attention:
+class Ours(NamedTuple):
+    """One attention of the package: by whom, as which text of a recipe, and the recipe that it runs."""
+
+    impl: str
+    text: str
+    recipe: Recipe
+    attention: Attention
+
+
+def attention_of(
+    shape: Shape, recipe: Recipe | str, impl: str | None, device: str, packed: Callable | None = None,
+    dense: Callable | None = None,
+) -> Callable:  # fmt: skip
+    """The call of a shape by the package.
+
+    packed, dense: what takes its arguments, `sage_attention_varlen` and `sage_attention` unless given.
+    """
+    settings = {"is_causal": shape.is_causal, "recipe": recipe, "impl": impl}
     if isinstance(shape, Packed):
         ends, longest = shape.offsets(device), shape.longest
-        return lambda q, k, v: sage_attention_varlen(
-            q, k, v, ends, ends, longest, longest, is_causal=shape.is_causal, recipe=recipe, impl=impl
-        )
-    return lambda q, k, v: sage_attention(
-        q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.kv_heads, recipe=recipe, impl=impl
-    )
+        function = packed or sage_attention_varlen
+        return lambda q, k, v: function(q, k, v, ends, ends, longest, longest, **settings)
+    function = dense or sage_attention
+    return lambda q, k, v: function(q, k, v, enable_gqa=shape.heads != shape.kv_heads, **settings)
 
 
-def _pairs(
-    shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str, dtype: torch.dtype
-) -> list[tuple[str, Recipe]]:
-    """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
-    pairs = []
-    for recipe in map(Recipe.parse, recipes):
-        kind = kinds.PACKED if isinstance(shape, Packed) else kinds.FULL
-        ask = Ask(recipe, shape.head_dim, shape.value_dim, dtype, torch.device(device), kind)
-        if impls is None:
-            pairs.append((dispatch.choose(ask).impl, recipe))
+def _ours(
+    shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str,
+    inputs: tuple[Tensor, ...],
+) -> list[Ours]:  # fmt: skip
+    """Each recipe in each implementation that runs it. Raises NotImplementedError where none does."""
+    kind = kinds.PACKED if isinstance(shape, Packed) else kinds.FULL
+    found = []
+    for recipe in map(Recipe.parse_or_auto, recipes):
+        ask = Ask(recipe, shape.head_dim, shape.value_dim, inputs[0].dtype, torch.device(device), kind)
+        if impls is None and recipe == AUTO:
+            leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+            told = attention_of(shape, recipe, None, device, explain_varlen, explain)(*leaves)
+            runs = told.forward if told.forward == told.backward else f"{told.forward}/{told.backward}"
+            found.append(Ours(runs, AUTO, Recipe.parse(told.recipe), attention_of(shape, AUTO, None, device)))
             continue
-        runs = [impl for impl in impls if dispatch.refusal(ask._replace(impl=impl)) is None]
-        pairs += [(impl, recipe) for impl in runs or impls]
-    return pairs
+        choices, refused = [], None
+        for impl in [None] if impls is None else impls:
+            try:
+                choices.append(dispatch.choose(ask._replace(impl=impl)))
+            except NotImplementedError as error:
+                refused = error
+        if not choices:
+            raise refused
+        for choice in choices:
+            attention = attention_of(shape, recipe, choice.impl, device)
+            found.append(Ours(choice.impl, str(recipe), choice.recipe, attention))
+    return found
+
+
+def _our_gate(shape: Shape, ours: Ours, inputs: tuple[Tensor, ...], exact: Outcome) -> str:
+    """Whether the call is the recipe, "ok" or "FAILED"; one that "auto" hands over, attention."""
+    if ours.impl in (TORCH, *PEERS):
+        return "FAILED" if wrong_tensors(shape, ours.attention, exact, inputs) else "ok"
+    return gate(shape, ours.attention, ours.recipe, inputs)
 
 
 def _peer_gates(wrong: dict[str, float], refused: str | None) -> dict[str, str]:
@@ -270,9 +324,7 @@ def _row(
     found = gates[key][direction]
     peak, kept = used[key]
     return Measurement(
-        impl, recipe, shape.head_dim, shape.value_dim, shape.heads, shape.kv_heads, shape.batch, shape.tokens,
-        list(shape.lengths) if isinstance(shape, Packed) else None, shape.is_causal, None, direction, "end_to_end", ms,
-        host_ms,
+        impl, recipe, *call_of(shape), None, direction, "end_to_end", ms, host_ms,
         None if ms is None else shape.flops(direction) / ms * 1e-9, best, right.get(best),
         None if best is None or found != "ok" else right[best] / ms, right.get("fa2"), right.get("cudnn"), found,
         refused | {name: found for name, found in peers.items() if found != "ok"}, peak, kept,
@@ -313,11 +365,12 @@ def deterministic_cost(rows: list[Measurement], impl: str, recipe: str, directio
 
 
 def save_csv(rows: list, path: Path) -> Path:
-    """Write the rows, dataclasses, beside ``path``, as .csv; its path. What is None there is empty."""
+    """Write the rows, dataclasses or dictionaries, beside ``path``, as .csv; its path. What is None there is empty."""
     path = path.with_suffix(".csv")
     text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(rows[0])] if rows else [], lineterminator="\n")
+    found = [row if isinstance(row, dict) else asdict(row) for row in rows]
+    writer = csv.DictWriter(text, list(found[0]) if found else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows(found)
     write_whole(path, text.getvalue())
     return path

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
+from sagebwd import block_masks
 from sagebwd.auto import torch_attention
 from sagebwd.dispatch import is_hopper
 from sagebwd.masks.band import UNLIMITED
@@ -23,7 +26,9 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLASH_ATTENTION_4, FLASH_ATTENTION_3 = "fa4", "fa3"
 """The fastest on Hopper, each somewhere: without both nothing there is compared with the best."""
 VARLEN = "varlen"
-"""Torch's attention of packed sequences, `torch.nn.attention.varlen.varlen_attn`."""
+"""Torch's attention of packed sequences, `torch.nn.attention.varlen.varlen_attn`, which is FlashAttention-2."""
+FLEX = "flex"
+"""Compiled FlexAttention."""
 DOES_NOT_RUN = "does not run"
 _MODULES = {FLASH_ATTENTION_4: "flash_attn.cute", FLASH_ATTENTION_3: "flash_attn_interface"}
 
@@ -31,8 +36,8 @@ _MODULES = {FLASH_ATTENTION_4: "flash_attn.cute", FLASH_ATTENTION_3: "flash_attn
 def candidates(shape: Shape, device: str) -> dict[str, Attention]:
     """Those that are installed, whether they take the shape or not.
 
-    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, fa4 and fa3; on a CPU "sdpa" alone, a sequence at a
-    time.
+    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, flex, fa4 and fa3; on a CPU "sdpa" alone, a sequence
+    at a time.
     """
     if isinstance(shape, Packed):
         return _of_packed(shape, device)
@@ -69,9 +74,14 @@ def refusal(attention: Attention, shape: Shape, device: str, *, backward: bool =
         if backward:
             torch.autograd.grad(out, leaves, do)
     except Exception as error:  # a compiler of another project raises what it likes
-        lines = str(error).splitlines() or [""]
-        return f"{DOES_NOT_RUN}: {type(error).__name__}: {lines[0][:120]}"
+        return reason_of(error)
     return None
+
+
+def reason_of(error: Exception) -> str:
+    """An error as a results file has it."""
+    lines = str(error).splitlines() or [""]
+    return f"{DOES_NOT_RUN}: {type(error).__name__}: {lines[0][:120]}"
 
 
 def may_claim_best(timed: set[str], device: str) -> bool:
@@ -116,7 +126,27 @@ def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
         out = module.flash_attn_varlen_func(q, k, v, **sequences, causal=shape.is_causal)
         return out[0] if isinstance(out, tuple) else out
 
-    return {VARLEN: varlen} | {name: partial(theirs, module) for name, module in _flash_attentions().items()}
+    found = {VARLEN: varlen, FLEX: _flex_documents(shape, device)}
+    return found | {name: partial(theirs, module) for name, module in _flash_attentions().items()}
+
+
+def flex(mask: BlockMask, device: str, **options: object) -> Attention:
+    """FlexAttention under a mask, compiled but on a CPU, where no time is a claim."""
+    # its backward is timed by itself, many times after one forward, whose buffers it may then not write over
+    torch._functorch.config.donated_buffer = False
+    run = torch.compile(flex_attention, dynamic=False) if device.startswith("cuda") else flex_attention
+    return lambda q, k, v: run(q, k, v, block_mask=mask, enable_gqa=True, **options)
+
+
+def _flex_documents(shape: Packed, device: str) -> Attention:
+    """Of one sequence, whose mask, made by the first call, keeps causal documents apart."""
+
+    @cache
+    def attention() -> Attention:
+        torch._dynamo.reset()  # or all shapes' graphs are one function's, and beyond eight of these none is compiled
+        return flex(block_masks.prefix_documents(shape.lengths, device=device), device)
+
+    return lambda *call: attention()(*(x.transpose(0, 1)[None] for x in call))[0].transpose(0, 1)
 
 
 def _by_sequence(shape: Packed, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

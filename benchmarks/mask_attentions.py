@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from benchmarks import baselines
-from benchmarks.baselines import FLASH_ATTENTION_3, FLASH_ATTENTION_4, VARLEN, Attention
+from benchmarks.baselines import FLASH_ATTENTION_3, FLASH_ATTENTION_4, FLEX, VARLEN, Attention, flex
 from benchmarks.mask_cases import ELEMENTS, Case
 from benchmarks.packed import Packed
 from sagebwd import read_block_mask, read_mask
@@ -28,7 +28,7 @@ from sagebwd.recipe import Recipe
 READ, PACKED, BAND = FORMS = "read ", "packed ", "band "
 """Before a recipe: the mask read once, outside of what is timed; `sage_attention_varlen` of the documents or chunks;
 gpt-oss's layers by ``is_causal`` and ``window``. Without: the BlockMask, or the tensor of elements, in each call."""
-FLEX, FLEX_FLASH, DENSE = "flex", "flex-flash", "sdpa"
+FLEX_FLASH, DENSE = "flex-flash", "sdpa"
 PACKED_PEERS = tuple(PACKED + name for name in (VARLEN, FLASH_ATTENTION_4, FLASH_ATTENTION_3))
 PEERS = FLEX, FLEX_FLASH, FLASH_ATTENTION_4, DENSE, *PACKED_PEERS
 """Compiled FlexAttention; the same with FlashAttention-4 as its backend; FlashAttention-4's own function; SDPA with a
@@ -93,7 +93,7 @@ def _attention(given: Given, name: str, impl: str | None) -> Attention | None:
         return _packed_peer(given, name)
     if name in PEERS:
         return {
-            FLEX: lambda: _flex(mask, device),
+            FLEX: lambda: flex(mask, device),
             FLEX_FLASH: lambda: _flex_flash(mask, device),
             FLASH_ATTENTION_4: lambda: partial(_flash_attention_4, _cute_mask_mod(case), case.table(device), mask),
             DENSE: lambda: partial(_dense, given.elements),
@@ -151,12 +151,6 @@ def _dense(elements: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=elements)
 
 
-def _flex(mask: BlockMask, device: str, **options: object) -> Attention:
-    """Compiled but on a CPU, where no time is a claim."""
-    run = torch.compile(flex_attention, dynamic=False) if device.startswith("cuda") else flex_attention
-    return lambda q, k, v: run(q, k, v, block_mask=mask, enable_gqa=True, **options)
-
-
 def _flex_beside(sinks: Tensor, mask: BlockMask, device: str) -> Attention:
     """With sinks as Transformers gives them to FlexAttention: O is weighed by what lse says, in the compiled graph."""
 
@@ -170,7 +164,7 @@ def _flex_beside(sinks: Tensor, mask: BlockMask, device: str) -> Attention:
 
 def _flex_flash(mask: BlockMask, device: str) -> Attention:
     if device.startswith("cuda") and "BACKEND" in FlexKernelOptions.__annotations__:
-        return _flex(mask, device, kernel_options={"BACKEND": "FLASH"})
+        return flex(mask, device, kernel_options={"BACKEND": "FLASH"})
     return _refusing(f"torch {torch.__version__} has no such backend on {device}")
 
 

@@ -9,12 +9,10 @@ attention in FP64 under the same mask.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch._inductor.config
@@ -70,20 +68,6 @@ class Measurement:
     named_ms: float | None
     gate: str
     over: dict[str, float]
-
-
-def rows_of_other_cases(path: Path, facts: dict[str, object], cases: list[Case]) -> list[dict]:
-    """Rows that a file has of other cases, so that a run which is split over calls writes one file.
-
-    None of a file that was written on another machine, with other versions or of another commit.
-    """
-    if not path.exists():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    measured = {(case.kind, case.shape.head_dim, case.shape.tokens) for case in cases}
-    if any(content.get(name) != value for name, value in facts.items()):
-        return []
-    return [row for row in content["rows"] if (row["mask"], row["head_dim"], row["tokens"]) not in measured]
 
 
 def measure(

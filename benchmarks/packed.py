@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,29 +13,58 @@ from torch import Tensor
 
 from benchmarks.shapes import DEFAULT_WIDTHS, MODEL_WIDTH, Shape, widths_of
 
-EQUAL = ((2048,) * 16, (2048,) * 8)
-MIXED = (1317, 4099, 700, 8192, 2500, 333, 6000, 1024, 5000, 3603)
-"""Lengths of which few are multiples of a kernel's tiles, 32768 tokens in all."""
 GROUP = 4
 """Query heads that read one key head, where heads are grouped."""
+
+
+def lognormal(
+    median: float, sigma: float, least: int, most: int, *, documents: int | None = None, tokens: int | None = None
+) -> tuple[int, ...]:  # fmt: skip
+    """Lengths of so many documents, or of documents of so many tokens, the last one cut; the same in every run."""
+    draw, lengths = random.Random(0), []
+    while len(lengths) < documents if tokens is None else sum(lengths) < tokens:
+        length = round(draw.lognormvariate(math.log(median), sigma))
+        if least <= length <= most:
+            lengths.append(length)
+    if tokens is not None:
+        lengths[-1] -= sum(lengths) - tokens
+    return tuple(lengths)
+
+
+DOCUMENTS = {
+    "16x2k": (2048,) * 16,
+    "8x2k": (2048,) * 8,
+    "mixed": (1317, 4099, 700, 8192, 2500, 333, 6000, 1024, 5000, 3603),
+    "heavy-tailed": lognormal(600, 1.5, 16, 32768, tokens=32768),
+    "web": lognormal(600, 1.0, 16, 32768, documents=512),
+    "sft": lognormal(300, 0.9, 50, 2000, documents=512),
+}
+"""Lengths by name: of mixed ones few are multiples of a kernel's tiles; the last three are drawn as those of corpora
+are distributed, of texts packed into 32768 tokens, of a batch of texts, and of a batch of conversations."""
+GROUPED = "mixed"
+"""The lengths that grouped heads are timed with too."""
+CPU_DOCUMENTS, CPU_SHARE = 4, 64
+"""So many documents a CPU gets, of such a share of their tokens: to try a command out takes seconds."""
 
 
 @dataclass(frozen=True)
 class Packed(Shape):
     """One call of `sage_attention_varlen`: tensors are (tokens, heads, head_dim), sequences of ``lengths`` in them.
 
-    batch is 1, and tokens is the sum of the lengths, which are those of queries and keys alike.
+    batch is 1, and tokens is the sum of the lengths, which are those of queries and keys alike. bound: what is given
+    as ``max_seqlen`` where it is more than the longest.
     """
 
     lengths: tuple[int, ...] = ()
+    bound: int = 0
 
     @staticmethod
     def of(
-        head_dim: int, heads: int, kv_heads: int, lengths: Iterable[int], value_dim: int | None = None
+        head_dim: int, heads: int, kv_heads: int, lengths: Iterable[int], value_dim: int | None = None, bound: int = 0
     ) -> Packed:  # fmt: skip
         """A causal call of such sequences."""
         lengths = tuple(lengths)
-        return Packed(head_dim, heads, kv_heads, 1, sum(lengths), True, value_dim, lengths)
+        return Packed(head_dim, heads, kv_heads, 1, sum(lengths), True, value_dim, lengths, bound)
 
     def __str__(self) -> str:
         count, least, most = len(self.lengths), min(self.lengths), max(self.lengths)
@@ -42,8 +73,8 @@ class Packed(Shape):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.lengths)
+        """Tokens of the longest sequence, or the bound."""
+        return max(*self.lengths, self.bound)
 
     def offsets(self, device: str) -> Tensor:
         """Where each sequence starts, and the total: (sequences + 1,) int32."""
@@ -72,16 +103,28 @@ class Packed(Shape):
         return sum(Shape(*call, n, self.is_causal, self.value_dim).flops(direction) for n in self.lengths)
 
 
-def packed_shapes(widths: Iterable[str] = DEFAULT_WIDTHS) -> list[Packed]:
-    """Of each head_dim sequences of one length and of mixed ones, and the mixed ones with grouped heads.
+def packed_shapes(
+    widths: Iterable[str] = DEFAULT_WIDTHS, documents: Iterable[str] | None = None, device: str = "cuda"
+) -> list[Packed]:
+    """Of each head_dim documents of each kind of lengths, and of `GROUPED` ones with grouped heads too.
 
     Heads are 2048 / value's head_dim; where they are grouped, as many of them as there are whole groups.
 
-    widths: of `benchmarks.shapes.WIDTHS`. Raises ValueError for another.
+    Args: widths, of `benchmarks.shapes.WIDTHS`; documents, of `DOCUMENTS`, all unless given. Raises ValueError for
+    others.
     """
+    names = list(documents or DOCUMENTS)
+    for name in names:
+        if name not in DOCUMENTS:
+            raise ValueError(f"documents={name!r} are not known; accepted: {', '.join(DOCUMENTS)}")
     found = []
     for head_dim, value_dim in widths_of(widths):
         heads = MODEL_WIDTH // value_dim
-        found += [Packed.of(head_dim, heads, heads, lengths, value_dim) for lengths in (*EQUAL, MIXED)]
-        found.append(Packed.of(head_dim, heads // GROUP * GROUP, heads // GROUP, MIXED, value_dim))
+        for name in names:
+            lengths = DOCUMENTS[name]
+            if device == "cpu":
+                lengths = [max(1, length // CPU_SHARE) for length in lengths[:CPU_DOCUMENTS]]
+            found.append(Packed.of(head_dim, heads, heads, lengths, value_dim))
+            if name == GROUPED:
+                found.append(Packed.of(head_dim, heads // GROUP * GROUP, heads // GROUP, lengths, value_dim))
     return found

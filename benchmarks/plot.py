@@ -25,7 +25,7 @@ STEP_PARTS = {
     "other": ("other kernels", "#bbbbbb"),
     "idle": ("no kernel", "#eeeeee"),
 }
-"""Parts of a step (`lab.steps.breakdown.PARTS`), as they are called and coloured."""
+"""Parts of a step (`benchmarks.breakdown.PARTS`), as they are called and coloured."""
 NAMES = {
     "cudnn": "cuDNN, BF16",
     "flash": "FlashAttention-2, BF16",

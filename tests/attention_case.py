@@ -118,6 +118,8 @@ class AttentionCase:
     sink: float = 0  # logits that the first key of each sequence, or the first that counts, stands above the rest
     place: int = 0  # of the sink, behind that first key
     do_size: float = 1  # of do's elements
+    scale: float = 0  # the softmax scale; 0: that of head_dim
+    max_logits: bool = False  # the heads' largest logits are wanted
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -187,7 +189,8 @@ class AttentionCase:
             )
             longest = max(self.lengths_q), max(self.lengths_k)
         mask, *packing = self._placed(TENSORS[5:8], (mask, *packing))
-        return mask, *packing, *longest, self.is_causal, *self.window, self.head_dim**-0.5, Recipe.parse(self.recipe)
+        scale = self.scale or self.head_dim**-0.5
+        return mask, *packing, *longest, self.is_causal, *self.window, scale, Recipe.parse(self.recipe)
 
     def mask_of(self) -> Mask | None:
         """The mask that is none of keys alone."""
@@ -198,7 +201,8 @@ class AttentionCase:
 
     def call(self, q: Tensor, k: Tensor) -> Call:
         """As an implementation gets it."""
-        return Call.of(q, k, self.dims, *self.settings(), self.deterministic, self.mask_of())
+        call = Call.of(q, k, self.dims, *self.settings(), self.deterministic, self.mask_of())
+        return call._replace(max_logits=self.max_logits)
 
     def choice(self, impl: str) -> Choice:
         """Who runs the call: of an implementation, or of a choice's name, whatever GPU is here."""
@@ -227,13 +231,15 @@ class AttentionCase:
         call = self.call(*inputs[:2])
         saved = self.forward(impl, call, inputs)
         dq, dk, dv = self.backward(impl, call, saved, inputs)
-        return {**saved._asdict(), "dq": dq, "dk": dk, "dv": dv}
+        largest = None if saved.max_logits is None else saved.max_logits.amax(-1)
+        return {**saved._asdict(), "max_logits": largest, "dq": dq, "dk": dk, "dv": dv}
 
     def check(self, impl: str) -> dict[str, Tensor]:
         """Assert that the kernels compute the recipe; returns what they computed."""
         inputs = self.inputs()
         actual = self.run(impl, inputs)
-        self.check_outputs(inputs, actual, ("o", "lse", "k_mean", "dq", "dk", "dv"))
+        names = "o", "lse", "k_mean", "dq", "dk", "dv"
+        self.check_outputs(inputs, actual, (*names, *(("max_logits",) if self.max_logits else ())))
         return actual
 
     def check_outputs(self, inputs: tuple[Tensor, ...], actual: dict[str, Tensor], names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Which kernels calls under masks of several lengths would compile for sm_90. Needs no GPU, and compiles nothing.
+"""Which kernels calls of several lengths would compile for sm_90, under masks too. Needs no GPU; compiles nothing.
 
 `python -m tests.mask_lengths` prints a JSON line for each kind of kernel: the call's, the kernel's name and the length
 that asked for it first. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 are others.
@@ -8,10 +8,11 @@ import json
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from triton.runtime.jit import JITFunction
 
-from sagebwd import dispatch, sage_attention
+from sagebwd import dispatch, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.kernels.masks import blocks
 from sagebwd.kernels.runtime import device
@@ -24,13 +25,16 @@ from tools.cross_compile import Unstarted, binder
 FIRST = 301, 336, 512
 LENGTHS = *FIRST, 50, 77, 192, 384, 880, 901, 1000
 MASKS = {
+    "causal": lambda n: {"is_causal": True},
     "bias": lambda n: {"attn_mask": torch.empty(1, 2, n, n, dtype=torch.bfloat16)},
     "BlockMask": lambda n: {"block_mask": tiles_of(_of_documents(n)).kept()},
     "BlockMask, unread": lambda n: {"block_mask": _of_documents(n)},
 }
+PACKED = "packed"
 CALLS = (
-    ("token", "triton", "bias"), ("token", "triton", "BlockMask"), ("mixed", "hopper", "bias"),
-    ("mixed", "hopper", "BlockMask, unread"),
+    ("token", "triton", "causal"), ("token", "triton", PACKED), ("token", "triton", "bias"),
+    ("token", "triton", "BlockMask"), ("mixed", "hopper", "causal"), ("mixed", "hopper", PACKED),
+    ("mixed", "hopper", "bias"), ("mixed", "hopper", "BlockMask, unread"),
 )  # fmt: skip
 known = set()
 now: tuple[Any, ...] = ()
@@ -61,6 +65,15 @@ def launch_all_but_cute(started, kernel, *args, **kwargs) -> None:
         started(kernel, *args, **kwargs)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, length: int, name: str, **settings: str) -> Tensor:
+    """Under a mask, or packed: two sequences."""
+    if name != PACKED:
+        return sage_attention(q, k, v, **MASKS[name](length), **settings)
+    offsets = torch.tensor([0, length // 3, length], dtype=torch.int32)
+    packing = offsets, offsets, length, length
+    return sage_attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), *packing, is_causal=True, **settings)
+
+
 if __name__ == "__main__":
     JITFunction.run = record
     device.capability, device.num_sms = (lambda _: 90), (lambda _: 132)
@@ -74,5 +87,5 @@ if __name__ == "__main__":
         for length in LENGTHS:
             now = recipe, name, length
             q, k, v = (torch.empty(1, 2, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-            out = sage_attention(q, k, v, recipe=recipe, impl=impl, **MASKS[name](length))
+            out = attend(q, k, v, length, name, recipe=recipe, impl=impl)
             torch.autograd.grad(out, (q, k, v), out)

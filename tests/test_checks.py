@@ -105,7 +105,7 @@ def test_a_dtensor_is_told_what_to_write():
     try:
         mesh = init_device_mesh("cpu", (1,))
         whole = [torch.randn(1, 2, 6, 8) for _ in range(3)]
-        query, key, value = (distribute_tensor(x, mesh, [Shard(1)]) for x in whole)
+        query, key, value = (distribute_tensor(x, mesh, [Shard(2)]) for x in whole)
         attend = partial(sage_attention, recipe="token")
         with pytest.raises(NotImplementedError, match=r"query: a DTensor .*local_map\(.*to_local"):
             attend(query, key, value)

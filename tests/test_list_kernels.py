@@ -174,3 +174,5 @@ def test_no_length_has_kernels_of_its_own():
     kernels = {row["kernel"] for row in rows}
     assert {"_pass_kernel", "_lists_kernel", "_codes_kernel", "dq_kernel", "backward_kernel"} <= kernels
     assert [row for row in rows if row["length"] not in FIRST] == []
+    # packed sequences' lengths are on the device alone
+    assert {row["length"] for row in rows if row["call"][-1] == "packed"} == {FIRST[0]}

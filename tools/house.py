@@ -41,7 +41,7 @@ FLOORS = (
     ("reference",),
     ("call", "switches"),
     ("masks", "recipe", "sinks", "block_masks", "checkpointing"),
-    ("cache", "counts", "derivatives", "environment", "extras", "numerics", "tracing", "version"),
+    ("cache", "counts", "derivatives", "dtensor", "environment", "extras", "numerics", "tracing", "version"),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 # Calls of `sage_attention` that are like one before, by what they have beside q, k and v; fused: a norm and a rotary

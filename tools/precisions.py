@@ -105,6 +105,7 @@ def drawn() -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" '
             'role="img" font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#1d2430">',
             f"<title>{title}</title>",
+            "<style>@media(prefers-color-scheme:dark){svg{filter:invert(.88) hue-rotate(180deg)}}</style>",
             f'<rect width="{WIDTH}" height="{y}" fill="#f6f8fa"/>',
             *parts,
             "</svg>\n",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lab.steps.breakdown import PARTS
+from benchmarks.breakdown import PARTS
 from lab.steps.timing import Step
 
 COMPILED = {

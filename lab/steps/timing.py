@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 import torch
 import transformers
 
-from lab.steps.breakdown import PARTS, breakdown
+from benchmarks.breakdown import PARTS, breakdown
 from lab.steps.registry import Choice
 from lab.steps.runner import Runner
 from lab.training import processes
@@ -52,7 +52,7 @@ class Step:
     """One row of the result file: an attention at one context; times in ms a step, memory in bytes.
 
     All are one process's but ``tokens_per_s``, which counts the tokens of all ``processes``. ``parts`` says where the
-    step's time goes (`lab.steps.breakdown`), ``attention_ms`` is its attention and passes and ``busy_ms`` all
+    step's time goes (`benchmarks.breakdown`), ``attention_ms`` is its attention and passes and ``busy_ms`` all
     but idle, which is what of ``step_ms`` the profiler finds nothing in; ``attention_share`` is the ratio of the two.
     ``host_ms`` is until Python returns, the GPU still at work; where that has a step's launches queued, Python waits
     for it. ``peer`` names the fastest baseline and ``speedup`` is over it. ``peak_bytes`` holds weights and optimiser

@@ -21,18 +21,28 @@ from sagebwd.masks.kinds import FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import is_known
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
 def choice_of(
+<<<<<<< HEAD
     attention: Callable, *given: object, card: str | None = None, **options: object
+=======
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
+    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False, return_max_logits: bool = False,
+    card: str | None = None,
+>>>>>>> h-house
 ) -> tuple[Choice, Arguments]:  # fmt: skip
     """Who runs a call of ``attention``, `sage_attention` or `sage_attention_varlen`, and what decides it.
 
     Raises as that. card: as of `sagebwd.auto.choice.choose`, in place of that of the tensors.
     """
+<<<<<<< HEAD
     bound = inspect.signature(attention).bind(*given, **options)
     bound.apply_defaults()
     call = bound.arguments
@@ -43,6 +53,35 @@ def choice_of(
         names = "query", "key", "value", "attn_mask"
         four = in_four_dimensions(*(call[name] for name in (*names, "enable_gqa")))
         checked = arguments_of(**(call if four is None else call | dict(zip(names, four[3:]))))
+=======
+    checks.kind(query, key, value, sinks)
+    four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
+    if four is not None:
+        query, key, value, attn_mask = four[3:]
+    checked = arguments_of(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
+        impl, return_lse, return_max_logits,
+    )  # fmt: skip
+    return _choice_on(card, checked)
+
+
+def packed_choice_of(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
+    sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
+    return_max_logits: bool = False, card: str | None = None,
+) -> tuple[Choice, Arguments]:  # fmt: skip
+    """The same of `sage_attention_varlen`."""
+    checked = packed_arguments_of(
+        query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
+        sinks, recipe, impl, return_lse, return_max_logits, card,
+    )  # fmt: skip
+    return _choice_on(card, checked)
+
+
+def _choice_on(card: str | None, checked: Arguments) -> tuple[Choice, Arguments]:
+    """Who runs a call on its device, or on a GPU of a name, and what it was asked."""
+>>>>>>> h-house
     if card is not None:
         checked = checked._replace(ask=checked.ask._replace(device=torch.device("cuda")))
     return checked.choice(card), checked
@@ -52,7 +91,8 @@ class Arguments(NamedTuple):
     """A call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
     elements: of attn_mask in four dimensions. offsets: of packed sequences. lengths: tokens of the longest sequence,
-    queries and keys. way: how torch takes a dense call; size: its size, where others may run it.
+    queries and keys. way: how torch takes a dense call; size: its size, where others may run it. max_logits: whether
+    the heads' largest logits are wanted.
     """
 
     query: Tensor
@@ -67,6 +107,7 @@ class Arguments(NamedTuple):
     ask: Ask
     size: Size | None
     way: Way | None
+    max_logits: bool
 
     def choice(self, card: str | None = None) -> Choice:
         """Who runs the call by a plan: peers and backends too, unless gradients have to repeat, as theirs need not.
@@ -80,16 +121,17 @@ class Arguments(NamedTuple):
         """As kernels are given it."""
         dims, deterministic = (self.query.shape[-1], self.value.shape[-1]), switches.current.deterministic
         settings = *self.lengths, self.is_causal, *self.window, self.scale, recipe, deterministic
-        return Call.of(self.query, self.key, dims, None, *self.offsets, *settings)
+        call = Call.of(self.query, self.key, dims, None, *self.offsets, *settings)
+        return call._replace(max_logits=self.max_logits)
 
 
 def arguments_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, block_mask: BlockMask | Mask | None, window: tuple[int, int] | None,
-    sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool,
+    sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool, return_max_logits: bool,
 ) -> Arguments:  # fmt: skip
     """A call of `sage_attention` in four dimensions; raises as that."""
-    checks.options(impl, enable_gqa=enable_gqa, return_lse=return_lse)
+    checks.options(impl, enable_gqa=enable_gqa, return_lse=return_lse, return_max_logits=return_max_logits)
     query, key, value = autocast(query, key, value)
     checks.shapes(query, key, value, 4, "(batch, heads, tokens, head_dim)")
     if key.shape[0] != query.shape[0]:
@@ -103,7 +145,8 @@ def arguments_of(
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None
-    if block_mask is None and _may_hand_over(ask, query, key, return_lse or sinks is not None):
+    more = return_lse or return_max_logits or sinks is not None
+    if block_mask is None and _may_hand_over(ask, query, key, more):
         way = torch_attention.way_of(query, key, elements, is_causal, window, masked_as, dropout_p)
     if way is not None:
         by_torch = only_torch is not None or way.elements <= torch_attention.MOST_ELEMENTS
@@ -114,16 +157,23 @@ def arguments_of(
         checks.refuse_sinks_beside(only_torch, sinks)
         checks.refuse_only_torch(query, value, elements, dropout_p)
     lengths = query.shape[2], key.shape[2]
-    return Arguments(query, key, value, elements, (None, None), lengths, is_causal, scale, window, ask, size, way)
+    settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
+    return Arguments(query, key, value, elements, (None, None), *settings)
 
 
 def packed_arguments_of(
+<<<<<<< HEAD
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None,
     recipe: str | Recipe, impl: str | None, return_lse: bool, card: str | None = None,
+=======
+    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
+    is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
+    impl: str | None, return_lse: bool, return_max_logits: bool, card: str | None = None,
+>>>>>>> h-house
 ) -> Arguments:  # fmt: skip
     """A call of `sage_attention_varlen`; raises as that. card: where one is named, tensors count as on a GPU."""
-    checks.options(impl, return_lse=return_lse)
+    checks.options(impl, return_lse=return_lse, return_max_logits=return_max_logits)
     checks.kind(query, key, value, sinks)
     query, key, value = autocast(query, key, value)
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
@@ -135,15 +185,18 @@ def packed_arguments_of(
     checks.refuse_only_torch(query, value, None, 0)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
-    if (query.is_cuda or card is not None) and _may_hand_over(ask, query, key, return_lse or sinks is not None):
+    more = return_lse or return_max_logits or sinks is not None
+    if (query.is_cuda or card is not None) and _may_hand_over(ask, query, key, more):
         grouped = False
         if query.shape[1] != key.shape[1]:  # in a trace a symbol is no flag
             grouped = True
         by_torch = torch_attention.takes_packed(ask.head_dim, ask.value_dim, grouped)
         heads = count * query.shape[1], count * key.shape[1]
         means = [-(-x.shape[0] // count) for x in (query, key)]  # at least 1, where most sequences have no token
-        size = Size(*means, *heads, by_torch=by_torch, longest=lengths[1])
-    return Arguments(query, key, value, None, offsets, lengths, is_causal, scale, window, ask, size, None)
+        longest = lengths[1] if is_known(lengths[1] >= means[1]) else 0
+        size = Size(*means, *heads, by_torch=by_torch, longest=longest)
+    settings = lengths, is_causal, scale, window, ask, size, None, return_max_logits
+    return Arguments(query, key, value, None, offsets, *settings)
 
 
 def _width(way: Way, kv_tokens: int) -> int:

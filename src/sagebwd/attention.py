@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from sagebwd.auto.contenders import CUDNN, PEERS, handed_over
 from sagebwd.cache import PLANS
 from sagebwd.call import Prologue
 from sagebwd.counts import answer, counts
+from sagebwd.dtensor import shares_of
 from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
 from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks.mask import Mask
@@ -46,7 +48,8 @@ def sage_attention(
     recipe: str | Recipe = AUTO,
     impl: str | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Attention with trainable INT8 products, in place of ``torch.nn.functional.scaled_dot_product_attention``.
 
     Computes softmax(scale Q K^T) V and its gradients by the recipe (arXiv 2603.02170).
@@ -55,7 +58,8 @@ def sage_attention(
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
             ``impl="reference"``. head_dim up to 256, under "auto" any. Any strides; kernels copy a view whose last one
             is not 1 or that begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the
-            first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse.
+            first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse. Of DTensors
+            with equal placements, of batch or heads, each process attends to its own, and outputs are such.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
             where kernels lack the pair the lesser is filled with zeros, which changes no number and costs as much as
             the greater.
@@ -87,13 +91,17 @@ def sage_attention(
             "mma_sync" lacks one direction of a recipe, Triton's kernels run that, to the same recipe. `sagebwd doctor`
             says whose.
         return_lse: also return the log-sum-exp of the scaled scores.
+        return_max_logits: also return the largest logit of each head, as QK-clip asks for: of scores that a query
+            sees, after scale and mask, before sinks, as the recipe computes them, with K's mean restored.
 
     Returns:
         The output, (batch, heads, tokens, value's head_dim) in query's dtype (autocast's under autocast); with
-        ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log. The output lies in
-        memory as query does: with the heads of a token side by side where query is such a view. Both are
-        differentiable. A query that sees no key gives zeros, lse -inf (or the sink) and zero gradients. What torch
-        runs lies in memory as torch leaves it, and follows torch's rules for NaN and for queries that see no key.
+        ``return_lse`` also (batch, heads, tokens) in FP32 (of FP64 inputs FP64), natural log; with
+        ``return_max_logits``, at the end, (batch, heads) of that dtype, without a gradient. The output lies in memory
+        as query does: with the heads of a token side by side where query is such a view. Output and lse are
+        differentiable. A query that sees no key gives zeros, lse -inf (or the sink) and zero gradients, a head of
+        such queries alone -inf as its largest logit. What torch runs lies in memory as torch leaves it, and follows
+        torch's rules for NaN and for queries that see no key.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape, device or range.
@@ -103,7 +111,8 @@ def sage_attention(
     """
     if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
         query, key, value = autocast(query, key, value)
-    settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
+    more = return_lse, return_max_logits
+    settings = is_causal, scale, impl, *more, dropout_p, enable_gqa
     mask = None if block_mask is None else mask_argument.given(block_mask, query)
     given = query, key, value, attn_mask, None, None, sinks
     kind = None if block_mask is not None and mask is None else kind_of(given, mask, recipe, window, settings)
@@ -114,21 +123,34 @@ def sage_attention(
     spec = laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
+<<<<<<< HEAD
         return run(plan, given, mask, return_lse)
+=======
+        return _run(plan, given, mask, *more)
+>>>>>>> h-house
     checks.kind(query, key, value, sinks)
+    options = {"window": window, "recipe": recipe, "impl": impl, "return_lse": return_lse}
+    options |= {"return_max_logits": return_max_logits}
+    shares = None
+    if spec is None and block_mask is None and dropout_p == 0:
+        shares = shares_of(query, key, value, attn_mask, sinks, packed=False)
+    if shares is not None:
+        *four, own = shares.tensors
+        return shares.whole(sage_attention(*four, 0, is_causal, scale, enable_gqa, sinks=own, **options))
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four
         outcome = sage_attention(
-            *four, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, window=window, sinks=sinks,
-            recipe=recipe, impl=impl, return_lse=return_lse,
+            *four, dropout_p, is_causal, scale, enable_gqa, block_mask=block_mask, sinks=sinks, **options
         )  # fmt: skip
-        o, lse = outcome if return_lse else (outcome, None)
-        o = o.reshape(*query.shape[:-1], value.shape[-1])
-        return (o, lse.reshape(query.shape[:-1])) if return_lse else o
+        if True not in more:
+            return outcome.reshape(*query.shape[:-1], value.shape[-1])
+        shapes = (*query.shape[:-1], value.shape[-1]), query.shape[:-1], query.shape[:-2]
+        wanted = itertools.compress(shapes, (True, *more))
+        return tuple(x.reshape(shape) for x, shape in zip(outcome, wanted))
     checked = arguments_of(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
-        impl, return_lse,
+        impl, *more,
     )  # fmt: skip
     mask_argument.check(block_mask, checked.query, checked.key)
     if block_mask is not None and mask is None:  # a BlockMask that is read now
@@ -139,7 +161,11 @@ def sage_attention(
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
+<<<<<<< HEAD
     return run(plan, given, mask, return_lse)
+=======
+    return _run(plan, given, mask, *more)
+>>>>>>> h-house
 
 
 def sage_attention_varlen(
@@ -158,7 +184,8 @@ def sage_attention_varlen(
     recipe: str | Recipe = AUTO,
     impl: str | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`sage_attention` over sequences of different lengths packed one after another, without padding.
 
     Smoothing means and scale groups never cross a sequence, so a sequence's results do not depend on its neighbours.
@@ -171,16 +198,18 @@ def sage_attention_varlen(
             save a synchronisation: where the last is less, output and gradients of tokens past it are uninitialised.
         max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
         is_causal, window: aligned bottom right: the last query of a sequence meets its last key.
-        scale, sinks, recipe, impl, return_lse: as in `sage_attention`.
+        scale, sinks, recipe, impl, return_lse, return_max_logits: as in `sage_attention`.
 
     Returns:
-        The output, (total_tokens, heads, value's head_dim); with ``return_lse`` also (heads, total_tokens) in FP32.
+        The output, (total_tokens, heads, value's head_dim); with ``return_lse`` also (heads, total_tokens) in FP32;
+        with ``return_max_logits``, at the end, (heads,) in FP32, of all sequences together.
 
     Raises: as `sage_attention`.
     """
     if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
         query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
+<<<<<<< HEAD
     spec = spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, max_seqlen_q, max_seqlen_k)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
@@ -188,11 +217,33 @@ def sage_attention_varlen(
     checked = packed_arguments_of(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window, sinks,
         recipe, impl, return_lse,
+=======
+    lengths, more = (max_seqlen_q, max_seqlen_k), (return_lse, return_max_logits)
+    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, *more, *lengths)
+    plan = None if spec is None else PLANS.get(spec)
+    if plan is not None:
+        return _run(plan, given, None, *more)
+    shares = None if spec is not None else shares_of(query, key, value, None, sinks, packed=True)
+    if shares is not None:
+        *rows, _, own = shares.tensors
+        outcome = sage_attention_varlen(
+            *rows, cu_seqlens_q, cu_seqlens_k, *lengths, is_causal=is_causal, scale=scale, window=window, sinks=own,
+            recipe=recipe, impl=impl, return_lse=return_lse, return_max_logits=return_max_logits,
+        )  # fmt: skip
+        return shares.whole(outcome)
+    checked = packed_arguments_of(
+        query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
+        *more,
+>>>>>>> h-house
     )  # fmt: skip
     plan = _planned(None, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, None, None, sinks, return_lse)
+<<<<<<< HEAD
     return run(plan, given, None, return_lse)
+=======
+    return _run(plan, given, None, *more)
+>>>>>>> h-house
 
 
 def _planned(
@@ -249,11 +300,22 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
     return run
 
 
+<<<<<<< HEAD
 def run(
     plan: Plan | SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None = None,
     return_lse: bool = False, prologue: Prologue | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The outputs of a call by its plan; prologue: of a plan that has one, without return_lse."""
+=======
+def _run(
+    plan: Plan | SdpaCall,
+    given: tuple[Tensor | None, ...],
+    mask: Mask | TracedBlockMask | None,
+    return_lse: bool,
+    return_max_logits: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """The outputs of a call by its plan."""
+>>>>>>> h-house
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
     if plan.__class__ is SdpaCall:
@@ -265,23 +327,39 @@ def run(
     key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
+<<<<<<< HEAD
         outputs = SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks, *(prologue or ()))
         if not return_lse:
+=======
+        more = return_lse or return_max_logits
+        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks)
+        if not more:
+>>>>>>> h-house
             return outputs
         o, lse, workspace = outputs
     else:
         with device_of(q):
+<<<<<<< HEAD
             masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
             o, lse, workspace = plan.forward(q, k, v, sinks, *masks, prologue)
     if not return_lse:
+=======
+            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+    if not (return_lse or return_max_logits):
+>>>>>>> h-house
         return o
-    return o, epilogue.true_lse(lse, q, plan.k_mean(workspace), plan.call.scale, cu_seqlens_q, sinks)
+    found = [o]
+    if return_lse:
+        found.append(epilogue.true_lse(lse, q, plan.k_mean(workspace), plan.call.scale, cu_seqlens_q, sinks))
+    if return_max_logits:
+        found.append(plan.max_logits(workspace))
+    return tuple(found)
 
 
 def _by_operators(
     checked: Arguments, attn_mask: Tensor | None, mask: Mask | TracedBlockMask | None, sinks: Tensor | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """The outputs of a call that somebody may look at or change: by operators, or by torch, which then picks."""
     q, k, v, ask = checked.query, checked.key, checked.value, checked.ask
     if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced
@@ -319,4 +397,17 @@ def by_operator(
     key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
     masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
     numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
+<<<<<<< HEAD
     return ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, *prologue)
+=======
+    o, lse, workspace = ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits)
+    if not (return_lse or checked.max_logits):
+        return o
+    found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
+    pieces = ops.pieces_in(workspace, q, k, v, sinks, offsets, *chosen, checked.max_logits)
+    if return_lse:
+        found.append(epilogue.true_lse(lse, q, pieces["k_mean"], checked.scale, offsets, sinks))
+    if checked.max_logits:
+        found.append(pieces["max_logits"].amax(-1))
+    return tuple(found)
+>>>>>>> h-house

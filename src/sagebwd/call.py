@@ -161,6 +161,7 @@ class Call(NamedTuple):
     value_rotation: tuple[int, ...] = ()  # of value's, where dP's operands are rotated
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim and value_dim that tensors lack: they count as zeros
     prologue: Prologue | None = None  # what q and k are before it, where a family's passes do it too
+    max_logits: bool = False  # the largest logit of each head is wanted
 
     @classmethod
     def of(
@@ -196,6 +197,11 @@ class Call(NamedTuple):
     def packed(self) -> bool:
         """Whether sequences lie one after another, with offsets."""
         return self.queries.cu_seqlens is not None
+
+    @property
+    def keeps_row_max(self) -> bool:
+        """Whether a forward keeps row maxima: a backward reads them, or they are reduced to the heads' largest."""
+        return self.recipe.dv == FP8 or self.max_logits
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -236,7 +242,8 @@ class Saved(NamedTuple):
     the kernels are (`sagebwd.kernels.capabilities`), with one FP32 scale a token, shaped as lse. Where a gradient
     product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse. Where the call has
     a norm of its own, 1 / rms of the rows of q and k, FP32, shaped as lse. Where it has sinks, their ``weight`` beside
-    each query's keys (`sagebwd.sinks`), shaped as lse.
+    each query's keys (`sagebwd.sinks`), shaped as lse. Where the largest logits are wanted, ``max_logits``,
+    the largest of each block of queries of a head, lse's shape with blocks in place of queries.
     """
 
     o: Tensor
@@ -250,6 +257,16 @@ class Saved(NamedTuple):
     q_inverse_rms: Tensor | None = None
     k_inverse_rms: Tensor | None = None
     weight: Tensor | None = None
+    max_logits: Tensor | None = None
+
+
+# Queries of which forward's last pass finds the largest logit.
+BLOCK_OF_MAXIMA = 64
+
+
+def blocks_of_maxima(tokens: int, sequences: int) -> int:
+    """Blocks of queries of a head that have a largest logit each: as of `Packing.blocks`, and at least one."""
+    return tokens // BLOCK_OF_MAXIMA + sequences
 
 
 def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

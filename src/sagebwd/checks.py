@@ -153,17 +153,20 @@ def refuse_forward_mode(given: Iterable[tuple[str, Tensor | None]]) -> None:
 
 
 def refuse_distributed(**given: Tensor | None) -> None:
-    """Raises NotImplementedError for a DTensor, for which the operators have no sharding strategy."""
+    """Raises NotImplementedError for a DTensor, which the operators do not take (`sagebwd.dtensor`)."""
     module = sys.modules.get("torch.distributed.tensor")  # which takes long to import; who has a DTensor has done so
     if module is None or torch.compiler.is_compiling():
         return
     for name, tensor in given.items():
         if isinstance(tensor, module.DTensor):
             raise NotImplementedError(
-                f"{name}: a DTensor is not supported; where batch or heads alone are divided, each process can attend "
-                "by itself: from torch.distributed.tensor.experimental import local_map; local_map(sage_attention, "
+                f"{name}: a DTensor is not supported here; accepted: query, key and value with equal placements, of "
+                "batch (Shard(0)) or heads (Shard(1)) in equal parts, an attn_mask of size 1 there or divided by "
+                "batch alike, and sinks placed like heads. Where each process can attend to its part of others: from "
+                "torch.distributed.tensor.experimental import local_map; local_map(sage_attention, "
                 "list(query.placements), (query.placements, key.placements, value.placements))(query, key, value), or "
-                f"pass {name}.to_local(); where tokens are, use sagebwd.integrations.context_parallel.ring_attention"
+                f"pass {name}.to_local(); where tokens are divided, use "
+                "sagebwd.integrations.context_parallel.ring_attention"
             )
 
 

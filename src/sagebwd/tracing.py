@@ -1,7 +1,9 @@
-"""Functions whose result torch.compile takes for constant when it traces a call."""
+"""What torch.compile takes for constant when it traces a call, and what it does not know."""
 
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
 
 F = TypeVar("F", bound=Callable)
 
@@ -13,3 +15,12 @@ def assume_constant(function: F) -> F:
     """
     function._dynamo_marked_constant = True
     return function
+
+
+def is_known(holds: bool) -> bool:
+    """Whether a comparison holds; False in a trace of a length that the graph reads, which nobody knows."""
+    if not torch.compiler.is_compiling():
+        return holds
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # which takes long to import
+
+    return guard_or_false(holds)

@@ -393,7 +393,7 @@ def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
 
 def test_a_trace_of_packed_calls_takes_heads_as_symbols():
     """Regression: fullgraph with dynamic=True raised Unsupported, "argument conversion failed ... takes_packed"."""
-    options = True, None, None, None, "auto", None, False, "NVIDIA H200"
+    options = True, None, None, None, "auto", None, False, False, "NVIDIA H200"
 
     def tokens(q, k, offsets):
         return q * arguments.packed_arguments_of(q, k, k, offsets, offsets, 9, 9, *options).size.queries
@@ -404,6 +404,27 @@ def test_a_trace_of_packed_calls_takes_heads_as_symbols():
         q, k = torch.ones(20, heads, 16), torch.ones(20, 2, 16)
         offsets = torch.zeros(count + 1, dtype=torch.int32)
         assert torch.equal(compiled(q, k, offsets), tokens(q, k, offsets))
+
+
+def test_a_trace_of_packed_calls_takes_a_length_that_it_reads(monkeypatch):
+    """Regression: whether such a length is more than another stopped the trace, where "auto" compares times."""
+    monkeypatch.setattr(auto_choice, "_costs", faster_from_three_tiles)
+    options = True, None, None, None, "auto", None, False, False, "NVIDIA H200"
+
+    def chosen(q, offsets):
+        longest = offsets.diff().max().item()
+        checked = arguments.packed_arguments_of(q, q, q, (offsets, offsets), (longest, longest), *options)
+        contender = auto_choice.contender_of(checked.ask._replace(device=CARD), checked.size, None, False)
+        return q * (1 if contender is None else 2)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(chosen, fullgraph=True, backend="eager", dynamic=True)
+        for tokens, factor in ((128, 2), (512, 1)):
+            offsets = torch.arange(3, dtype=torch.int32) * tokens
+            q = torch.ones(2 * tokens, 132, 16)
+            assert torch.equal(compiled(q, offsets), factor * q)
+            assert torch.equal(chosen(q, offsets), factor * q)
 
 
 TRACED = []
@@ -420,7 +441,7 @@ def faster_from_three_tiles(card, planned, *asked):
     """In causal calls: pairs of three tiles take longer than rows, and those of one less."""
     assert Ask(*asked).device == CARD
     assert not planned
-    return (0, 0, 200, 0, 0, 0), (("cudnn", (0, 0, 0, 2, 0, 0)),)
+    return (0, 0, 200, 0), (("cudnn", (0, 0, 0, 2)),)
 
 
 def _on_a_gpu(contender_of, ask, of, card=None, planned=True):

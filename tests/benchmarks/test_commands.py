@@ -9,18 +9,12 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import attention
 from sagebwd.cli.terminal import Progress
-from tests.commands import forked, runner, started
+from tests.commands import forked, runner
 
 
 @pytest.fixture
 def command(monkeypatch, capsys):
     return runner(cli.main, monkeypatch, capsys)
-
-
-def test_help_lists_the_commands():
-    outcome = started("benchmarks", "--help")
-    assert outcome.returncode == 0
-    assert all(name in outcome.stdout for name in ("attention", "masks"))
 
 
 def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
@@ -43,6 +37,35 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     }
     line = ", ".join(f"{way} {mean:.2f}x" + (" (slower)" if mean < 1 else "") for way, mean in means.items())
     assert f"over the best baseline: {line}" in out
+
+
+def test_runs_of_other_documents_write_one_file(command, tmp_path, monkeypatch):
+    """By `mixed` and `auto` unless recipes are named."""
+    monkeypatch.setattr("benchmarks.packed.MODEL_WIDTH", 64)
+    call = "attention", "--packed", "--device", "cpu", "--rounds", 1, "--head-dim", 64, "--output", tmp_path
+    for documents in ("8x2k", "sft", "8x2k"):
+        code, out, _ = command(*call, "--documents", documents, "--commit", "abc")
+        assert code == 0
+        assert "reference auto" in out
+    (path,) = tmp_path.glob("packed_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [len(rows), len({str(row["lengths"]) for row in rows})] == [18, 2]
+    assert {row["recipe"] for row in rows} == {"mixed", "auto", "bf16"}
+    assert len(path.with_suffix(".csv").read_text().splitlines()) == 19
+
+
+def test_peaks_of_skewed_documents(command, tmp_path):
+    for case in ("3000 of 8", "sft"):
+        code, out, _ = command(
+            "packed-skew", "--device", "cpu", "--case", case, "--output", tmp_path, "--commit", "abc"
+        )
+        assert code == 0
+        assert case in out
+    (path,) = tmp_path.glob("packed-skew_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["case"], row["gate"], row["fa4_peak_mib"]) for row in rows] == [
+        ("3000 of 8", "ok", None), ("sft", "ok", None),
+    ]  # fmt: skip
 
 
 def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command, tmp_path, monkeypatch):
@@ -88,6 +111,8 @@ def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command
         (("masks", "--device", "cpu", "--processes", -1), "processes=-1 must be at least 0"),
         (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: documents"),
         (("attention", "--device", "tpu"), "device='tpu' is not known"),
+        (("attention", "--device", "cpu", "--documents", "sft"), "--documents names lengths of --packed"),
+        (("packed-skew", "--device", "cpu", "--case", "long"), "case='long' is not known; accepted: one of 32768"),
         (("attention", "--device", "cpu", "--packed", "--tokens", 32), "none of --tokens, --special and --peer"),
         (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),
         (

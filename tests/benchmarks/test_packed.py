@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import attention as bench
-from benchmarks import baselines
+from benchmarks import baselines, packed_skew
 from benchmarks.correctness import emulated, gate, wrong_tensors
-from benchmarks.packed import Packed
-from benchmarks.shapes import flops
+from benchmarks.packed import DOCUMENTS, Packed, packed_shapes
+from benchmarks.shapes import Shape, flops
 from sagebwd import Recipe, sage_attention_varlen
 from sagebwd.cli import results
 from tests.scaled import scaled
@@ -23,7 +23,7 @@ TOKEN = Recipe.named("token")
 
 
 def token(q, k, v, shape=SHAPE):
-    return bench._ours(shape, TOKEN, "reference", "cpu")(q, k, v)
+    return bench.attention_of(shape, TOKEN, "reference", "cpu")(q, k, v)
 
 
 def wrong_in(sequence, attention, shape=SHAPE, **factors):
@@ -53,6 +53,20 @@ def test_tensors_and_operations():
         assert shape.flops(direction) == sum(each)
 
 
+def test_documents_are_the_same_in_every_run():
+    assert DOCUMENTS["sft"][:4] == (254, 309, 563, 275)
+    assert len(DOCUMENTS["sft"]) == len(DOCUMENTS["web"]) == 512
+    assert min(DOCUMENTS["sft"]) >= 50
+    assert max(DOCUMENTS["sft"]) <= 2000
+    assert sum(DOCUMENTS["heavy-tailed"]) == 32768
+    shapes = packed_shapes(["128", "64"], ["sft", "mixed"])
+    assert [(x.head_dim, x.kv_heads, len(x.lengths)) for x in shapes] == [
+        (128, 16, 512), (128, 16, 10), (128, 4, 10), (64, 32, 512), (64, 32, 10), (64, 8, 10),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"documents='long' are not known; accepted: 16x2k"):
+        packed_shapes(documents=["long"])
+
+
 @pytest.mark.parametrize("sequence", range(len(SHAPE.lengths)))
 @pytest.mark.parametrize("factors", [{"o": 1.2}, {"dq": 1.3}, {"dk": 1.3}, {"dv": 1.3}], ids=lambda x: next(iter(x)))
 def test_the_gate_sees_what_is_wrong_in_any_sequence(sequence, factors):
@@ -80,6 +94,12 @@ def test_a_peer_that_is_wrong_in_one_sequence_is_wrong(sequence):
     assert "o" in wrong_tensors(SHAPE, wrong_in(sequence, sdpa, o=4.0), exact, inputs)
 
 
+def test_flex_attention_keeps_documents_apart():
+    q, k, v, _ = SHAPE.inputs("cpu", torch.float32)
+    (sdpa,) = baselines.available(SHAPE, "cpu").values()
+    torch.testing.assert_close(baselines._flex_documents(SHAPE, "cpu")(q, k, v), sdpa(q, k, v))
+
+
 def test_rows_of_packed_documents(tmp_path):
     rows = bench.measure_shape(SHAPE, ["token", "mixed"], ["reference"], "cpu", rounds=1, deterministic=True)
     assert {(row.impl, row.recipe) for row in rows} == {
@@ -94,6 +114,36 @@ def test_rows_of_packed_documents(tmp_path):
     read = json.loads(path.read_text())["rows"]
     assert [bench.Measurement(**row) for row in read] == rows
     assert str([37, 100, 5, 64]) in bench.save_csv(rows, path).read_text()
+
+
+def test_auto_is_held_to_what_it_runs(monkeypatch):
+    """On a CPU the reference runs packed calls, torch dense ones, both in full precision."""
+    dense = Shape(16, 2, 2, 1, 40, True)
+    for shape, impl in ((SHAPE, "reference"), (dense, "torch")):
+        rows = bench.measure_shape(shape, ["auto"], None, "cpu", rounds=1)
+        assert {(row.impl, row.gate) for row in rows if row.recipe == "auto"} == {(impl, "ok")}
+    right = bench.sage_attention
+    monkeypatch.setattr(
+        bench, "sage_attention",
+        lambda *call, **settings: scaled(lambda *x: right(*x, **settings), dk=1.3)(*call),
+    )  # fmt: skip
+    rows = bench.measure_shape(dense, ["auto"], None, "cpu", rounds=1)
+    assert {(row.impl, row.gate) for row in rows if row.recipe == "auto"} == {("torch", "FAILED")}
+
+
+def test_peaks_of_skewed_documents_are_beside_flash_attention_4_s(monkeypatch):
+    peaks = iter((2.5 * 2**20, 2 * 2**20))
+    monkeypatch.setattr(packed_skew, "memory", lambda *_: (next(peaks), 0))
+    monkeypatch.setattr(packed_skew, "candidates", lambda *_: {"fa4": baselines.candidates(SHAPE, "cpu")["sdpa"]})
+    monkeypatch.setattr(packed_skew, "cases", lambda device: {"one": SHAPE})
+    (row,) = packed_skew.measure(TOKEN, "reference", "cpu", ["one"])
+    assert (row.peak_mib, row.fa4_peak_mib, row.over, row.gate) == (2.5, 2.0, 1.25, "ok")
+    assert (row.tokens, row.documents, row.longest, row.bound) == (206, 4, 100, 100)
+
+
+def test_a_bound_is_what_kernels_are_told():
+    shape = Packed.of(16, 4, 2, (37, 5), bound=64)
+    assert (shape.longest, shape.tokens) == (64, 42)
 
 
 def test_a_wrong_kernel_has_no_figure(monkeypatch):
@@ -129,7 +179,7 @@ def test_what_the_peers_of_a_gpu_are_called_with(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", interface)
     monkeypatch.setattr(Packed, "offsets", lambda self, device: torch.tensor([0, 37, 137, 142, 206]).int())
     found = baselines.candidates(SHAPE, "cuda")
-    assert set(found) == {"varlen", "fa4", "fa3"}
+    assert set(found) == {"varlen", "flex", "fa4", "fa3"}
     q, k, v, _ = SHAPE.inputs("cpu", torch.bfloat16)
     for peer in ("fa4", "fa3"):
         assert found[peer](q, k, v) is q

@@ -12,7 +12,7 @@ from sagebwd.cli import main as cli
 from sagebwd.kernels.families import FAMILIES
 from sagebwd.version import __version__
 from tests import programs
-from tests.commands import ROOT, forked, runner, started, without_defaults
+from tests.commands import ROOT, forked, runner, started
 
 
 @pytest.fixture
@@ -34,10 +34,6 @@ def test_version_is_the_packages(command):
     assert command("--version") == (0, __version__, "")
 
 
-def test_help_has_the_defaults_that_its_texts_name(command, monkeypatch):
-    assert not without_defaults(cli.app, "trace", command, monkeypatch)
-
-
 def test_doctor_prints_what_to_install_as_it_is_typed(command, monkeypatch):
     advice = (
         "forward on the portable kernels: nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"
@@ -57,7 +53,7 @@ def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
     assert code == 1
     assert "needs a CUDA device" in out
     assert "self-test PASS" in out
-    assert "recipe auto, which is full here," in out
+    assert out.count("runs it") == out.count("torch runs it") == 1
     assert "No kernel runs here: recipe auto runs torch's own attention, and a named one the reference" in out
     assert "right and slow" in out
 
@@ -93,7 +89,7 @@ def test_doctor_says_who_runs_a_wide_head(recipe, expected, said, command):
         (("doctor", "--head-dim", "0"), "head_dim='0': expected a number from 1 to 65536, or two as"),
         (("doctor", "--head-dim", "128/x"), "head_dim='128/x': expected a number from 1"),
         (("doctor", "--head-dim", "64", "--head-dim", "128"), "several --head-dim belong to --measure"),
-        (("doctor", "--kind", "causal"), "--kind, --output, --commit and several --head-dim belong to --measure"),
+        (("doctor", "--kind", "causal"), "--kind, --output, --report, --commit and several --head-dim belong to"),
         (("doctor", "--measure", "--head-dim", "65", "--device", "cpu"), "head_dim='65' is not known; accepted: 128"),
         (("doctor", "--measure", "--kind", "triangle", "--device", "cpu"), "kind='triangle' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),

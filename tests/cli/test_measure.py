@@ -169,6 +169,22 @@ def test_the_command_keeps_what_it_measures(of_few_points, capsys):
     assert "wrote" in printed
 
 
+def test_a_report_has_self_tests_and_the_same_rows(of_few_points, monkeypatch):
+    from sagebwd.cli import report
+
+    monkeypatch.setattr(report, "TESTED", (("token", "64"), ("token", "300")))
+    path = of_few_points / "report.json"
+    command.measure("cpu", [bench.Case(CAUSAL, 16, 16)], None, "abc", path)
+    found = json.loads(path.read_text())
+    assert found["rows"] == json.loads(timings.kept_at("cpu", torch.__version__).read_text())["rows"]
+    passed, refused = found["self_tests"]
+    assert (passed["impl"], passed["error"], passed["refused"]) == ("reference", 0.0, None)
+    assert refused["error"] is None
+    assert "head_dim 300 is not supported" in refused["refused"]
+    with pytest.raises(ValueError, match=r"--report .* is a folder; give a file"):
+        command.measure("cpu", [], None, "abc", of_few_points)
+
+
 def test_the_command_keeps_what_others_it_had_measured(of_few_points):
     for kind, width in ((CAUSAL, 16), (CAUSAL, 8), (FULL, 16), (CAUSAL, 16)):
         command.measure("cpu", [bench.Case(kind, width, width)], None, "abc")

@@ -1,8 +1,5 @@
 """Llama and Qwen3 under attn_implementation="sagebwd": as under SDPA, padded and packed batches included."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +9,8 @@ from transformers import (
     BloomConfig,
     CLIPConfig,
     CLIPModel,
+    ColQwen2Config,
+    ColQwen2ForRetrieval,
     DataCollatorWithFlattening,
     DebertaV2Config,
     FalconConfig,
@@ -385,6 +384,45 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
         integration.register()
 
 
+def retriever():
+    """A model whose part has parts, one of which it calls past that part."""
+    text = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64,
+        "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    special = {f"{name}_token_id": 63 - n for n, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    return ColQwen2ForRetrieval(
+        ColQwen2Config(
+            vlm_config={"model_type": "qwen2_vl", "text_config": text, "vision_config": vision, **special},
+            embedding_dim=8,
+        )
+    )
+
+
+@pytest.mark.parametrize("asked", ["sagebwd", {"vlm_config": "sagebwd"}], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_settings_reach_parts_of_parts(asked, first, monkeypatch):
+    """Regression: not those that are called past the part that has them, nor where the model itself runs another."""
+    seen = []
+
+    def spy(module, *arguments, **options):
+        seen.append(settings(module.config, None)["recipe"])
+        return integration.attention(module, *arguments, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sagebwd", spy)
+    model = retriever()
+    if first:
+        model.config.sagebwd = {"recipe": "full"}
+    model.set_attn_implementation(asked)
+    model.config.sagebwd = {"recipe": "full"}
+    ids = torch.tensor([[5, 63, 63, 63, 63, 7]])
+    image = {"pixel_values": torch.rand(1, 16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    model(input_ids=ids, **image)
+    assert seen == ["full", "full"]
+
+
 SELF_MADE = {
     "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
     "deberta-v2": DebertaV2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
@@ -502,16 +540,3 @@ def test_a_whole_model_compiles_on_a_gpu(name):
     compiled.backward()
     assert abs(compiled.item() - eager.item()) < 0.02
     assert all(torch.isfinite(weight.grad).all() and weight.grad.abs().sum() > 0 for weight in model.parameters())
-
-
-def test_examples_in_the_documentation_run():
-    page = Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md"
-    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 2
-    names = {}
-    for example in examples:
-        exec(compile(example, page.name, "exec"), names)
-    ids = tokens(1, 20)
-    expected = names["model"](input_ids=ids).logits
-    for name in ("as_qwen", "as_itself", "by_hand"):
-        assert torch.equal(names[name](input_ids=ids).logits, expected)

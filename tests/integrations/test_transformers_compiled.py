@@ -16,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
     StaticCache,
 )
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
 from lab.steps import flash_attention_4
 from lab.training import full_precision
@@ -140,6 +141,35 @@ def test_compiled_positions_are_sdpas_and_packing_that_is_not_seen_is_an_error()
         same(jumping, **cached)
         same(jumping, **masked)
         refused(jumping, **plain)
+
+
+def elements_in_the_graph_of(model, **inputs):
+    """Shapes of values in the compiled forward of a causal training step that have an element a query and key."""
+    torch._dynamo.reset()
+    shapes = []
+
+    def record(graph, _):
+        values = (node.meta.get("example_value") for node in graph.graph.nodes)
+        shapes.extend(x.shape for x in values if isinstance(x, torch.Tensor))
+        return graph
+
+    compiled = torch.compile(model.train(), fullgraph=True, backend=record)
+    assert compiled(input_ids=tokens(2, 20), use_cache=False, **inputs).logits.requires_grad
+    assert shapes
+    return [tuple(shape) for shape in shapes if shape[-2:] == (20, 20)]
+
+
+def test_a_compiled_causal_step_has_no_mask_of_elements(monkeypatch):
+    """Where SDPA's does, which makes its kernels slower: a trace cannot rule out packed sequences."""
+    theirs, ours = pair(LlamaConfig(**ONE_LAYER))
+    assert elements_in_the_graph_of(theirs)
+    for settings in ({"recipe": "auto"}, {"recipe": "token"}, {"recipe": "auto", "fuse": True}):
+        ours.config.sagebwd = settings
+        assert elements_in_the_graph_of(ours) == []
+    monkeypatch.setitem(
+        AttentionMaskInterface._global_mapping, "sdpa", flash_attention_mask
+    )  # as docs/steps.md has it
+    assert elements_in_the_graph_of(theirs) == []
 
 
 @pytest.mark.parametrize("implementation", ["sagebwd", "full-precision-sdpa", "full-precision-fa4"])

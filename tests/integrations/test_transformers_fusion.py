@@ -143,7 +143,9 @@ def test_with_a_cache_a_layer_runs_as_it_is(monkeypatch):
     seen, ids = calls(monkeypatch), tokens(1, 12)
     model = build("Qwen3", fuse=True).train()
     monkeypatch.setattr(transformers_torch, "_said", set())
-    with pytest.warns(UserWarning, match="give use_cache=False in training"):
+    with pytest.warns(
+        UserWarning, match="of Qwen3Attention .*use_cache=False in training, in the call or in Qwen3Config"
+    ):
         logits = [model(input_ids=ids, use_cache=True).logits]
     assert not seen.eps
     logits.append(model(input_ids=ids, use_cache=False).logits)

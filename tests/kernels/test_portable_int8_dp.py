@@ -17,12 +17,18 @@ from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.portable import launch
 from sagebwd.kernels.runtime.driver import _at_widths, _filled
 from tests.kernels import test_masks, test_portable
-from tests.kernels.test_int8_dp import codes_agree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 RECIPE = "token(dp=int8)"
 LOG2_E = 1.4426950408889634
+
+
+def codes_agree(found: Tensor, wanted: Tensor) -> None:
+    """Codes of FP32 numbers that fall on either side of a tie may differ by one."""
+    difference = (found.double() - wanted.double()).abs()
+    assert difference.max() <= 1
+    assert difference.mean() < 2e-3
 
 
 def with_int8_dp(call: AttentionCase) -> AttentionCase:
@@ -59,10 +65,6 @@ QUICK = {
     "blocks-128-32", "mask-bool-all-gqa", "mask-bias-matrix-key-mask", "mask-paper-document", "192/128",
     "40/72-packed", "deterministic", "16bit-dq-of-codes", "16bit-dv-packed", "odd-addresses", "tiny-72",
 }  # fmt: skip
-
-
-def test_the_quick_calls_are_there():
-    assert set(CALLS) >= QUICK
 
 
 @pytest.mark.parametrize("name", [test_portable.unless_quick(QUICK, name) for name in CALLS])
@@ -120,17 +122,6 @@ def test_of_one_token_rounding_is_left():
     case.check_outputs(inputs, found, ("o", "lse", "dv"))
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, "full(dp=int8)"])
-def test_garbage_behind_the_mask_is_not_seen(recipe):
-    case = AttentionCase(masked=True, device=DEVICE, recipe=recipe)
-    q, k, v, do, dlse = case.inputs()
-    hidden = ~case.settings()[0][:, None, :, None]
-    expected = case.run("triton", (q, k, v.masked_fill(hidden, 0), do, dlse))
-    found = case.run("triton", (q, k, v.masked_fill(hidden, torch.nan), do, dlse))
-    for name in ("dq", "dk"):
-        assert torch.equal(found[name], expected[name]), name
-
-
 def test_nan_of_a_head_is_in_no_other():
     case = AttentionCase(recipe=RECIPE, batch=2, heads=4, kv_heads=2, tokens_q=70, is_causal=True, device=DEVICE)
     for which in range(4):
@@ -142,10 +133,3 @@ def test_nan_of_a_head_is_in_no_other():
             x: Tensor = found[name]
             assert x[0, x.shape[1] // 2 :].isfinite().all()
             assert x[1].isfinite().all()
-
-
-def test_repeats_bit_for_bit():
-    case = AttentionCase(recipe=RECIPE, heads=4, tokens_q=150, tokens_k=150, is_causal=True, device=DEVICE)
-    first, second = (case.run("triton", case.inputs()) for _ in range(2))
-    for name in ("dq", "dk", "dv"):
-        assert torch.equal(first[name], second[name]), name

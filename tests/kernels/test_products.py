@@ -6,6 +6,7 @@ Regression: `3 * planes` of sums of V wrapped from 7.16e8 numbers on, and was wr
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from sagebwd.call import Packing
+from tests.kernels.cuda_products import NAME, declared, products
 
 ROOT = Path(__file__).parents[2] / "src/sagebwd"
 FOLDERS = ("kernels",)
@@ -25,7 +27,7 @@ SIZES = {
 }  # fmt: skip
 # Of 64 bits wherever they are made: a head among per-token values (`whose`, `heads_of`), and what follows from it.
 WIDE = {"z", "z_q", "z_k", "planes"}
-FLOATS = {"LOG2_E", "float8_scale"}
+FLOATS = {"LOG2_E", "ROUNDING", "float8_scale"}
 POSITION = "tokens of one head, or a place among them"
 COUNT = "heads over the batch, chunks or programs of one launch: each has more than a number of memory"
 ONE_HEAD = "numbers of one head, of which `Packing.padded` allows fewer than 2^31"
@@ -34,6 +36,12 @@ ROW = "a row of a matrix for TMA, whose coordinates have 32 bits; a row has 64 c
 OF_TILE = "rows of one tile, times keys of a mask"
 NARROW = {
     "queries * pitch": OF_TILE,
+    "lane * chunk": OF_TILE,
+    "lane * (chunk // 4)": OF_TILE,
+    "lane * (2 * self.share.chunk)": OF_TILE,
+    "2.0 * parts[r]": "a float",
+    "batch * (grid.heads // grid.group)": COUNT,
+    "blocks_q * heads * batch": COUNT,
     "part * chunk": POSITION,
     "BLOCK * parts": POSITION,
     "blocks * BLOCK": POSITION,
@@ -88,6 +96,64 @@ NARROW = {
     "(work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k": ROW,
 }
 
+# The same of CUDA C++, where these are ints: a place of a block or head, and what follows from it.
+CUDA_SIZES = SIZES | {
+    "batch_heads", "begin", "block", "dq_block", "first", "first_k", "first_q", "groups", "head", "head_k", "key",
+    "number", "of_head", "padded", "padded_k", "padded_q", "place", "row", "row0", "start", "step_block", "step_head",
+    "token",
+}  # fmt: skip
+SHARED = "shared memory, or a place in one tile"
+NARROW_OF_CUDA = {
+    "( ( head - first ) * D + 32 * j + 8 * lane . t ) * 4": SHARED,
+    "( 32 * chunks [ m ] + 8 * t ) * TABLE_BYTES": SHARED,
+    "32 * chunks [ m ]": SHARED,
+    "( c * CHUNKS + chunk ) * 4": SHARED,
+    "( c * CHUNKS + chunk ) * 8": SHARED,
+    "( chunk * 8 + c ) * KEYS": SHARED,
+    "chunk * 8": SHARED,
+    "chunk * 16": SHARED,
+    "at * 16": SHARED,
+    "row * BYTES": SHARED,
+    "token * ROW": SHARED,
+    "( head - begin ) / 2 % STAGES * STAGE": SHARED,
+    "( head - first & 1 ) * FOUND": SHARED,
+    "( head - first ) * 4": SHARED,
+    "( head - first ) * D": SHARED,
+    "( last - first ) * D": SHARED,
+    "( row % KEYS >> 1 ) * 4": SHARED,
+    "block * KEYS": POSITION,
+    "begin * KEYS": POSITION,
+    "number * KEYS": POSITION,
+    "number * TILE": POSITION,
+    "number * QUERIES": POSITION,
+    "number * ( of_values ? KEYS : TILE )": POSITION,
+    "number / STEP * apart": POSITION,
+    "place . number * QUERIES": POSITION,
+    "place . number * TOKENS": POSITION,
+    "step_block * QUERIES": POSITION,
+    "( padded_q + step_block ) * QUERIES": POSITION,
+    "( end - begin + apart - 1 ) / apart * STEP": POSITION,
+    "min ( place . number , ( keys . length + size - 1 ) / size ) * size": POSITION,
+    "program / groups % blocks * SLOTS": POSITION,
+    "program % groups * HEADS": COUNT,
+    "batch * heads": COUNT,
+    "batch * heads_k": COUNT,
+    "batch * ( int ) heads": COUNT,
+    "batch * ( int ) ( heads_k * group )": COUNT,
+    "batch * side . heads": COUNT,
+    "batch * sums . heads_k": COUNT,
+    "batch * FIRST": COUNT,
+    "head_k * ( int ) group": COUNT,
+    "( head_k + 1 ) * ( int ) group": COUNT,
+    "blocks * ( int ) group": COUNT,
+    "( batch_heads + step_head ) * ( int ) blocks_q": COUNT,
+    "groups * blocks": COUNT,
+    "groups * grid": COUNT,
+    "( row / KEYS ) * ( BLOCK / 4 )": ONE_HEAD,
+    "at * D": "of 64 bits: at is a chunk there, elsewhere an int",
+    "t * token": "of 64 bits: the arguments of offset_of",
+}
+
 
 def _products(function: ast.FunctionDef) -> Iterator[ast.BinOp]:
     """The largest products of a function."""
@@ -111,21 +177,43 @@ def narrow() -> set[str]:
     found = set()
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                jitted = isinstance(node, ast.FunctionDef) and any(
-                    "jit" in ast.unparse(x) for x in node.decorator_list
-                )
-                if jitted:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                made = node.decorator_list if isinstance(node, ast.FunctionDef) else ()
+                if any(name in ast.unparse(x) for x in made for name in ("jit", "cute.kernel")):
                     found |= {ast.unparse(x) for x in _products(node) if _is_narrow(x)}
     return found
 
 
-def test_products_of_sizes_have_64_bits_or_are_known_to_be_small():
-    assert sorted(narrow() - set(NARROW)) == [], "cast a factor by .to(tl.int64), or say why it is small"
+def narrow_of_cuda() -> set[str]:
+    """Products of CUDA C++ with a size in them and nothing of 64 bits: a name that is i64 alone, or a cast to it."""
+    found = set()
+    for path in sorted((ROOT / "kernels").rglob("*.cu*")):
+        text = path.read_text(encoding="utf-8")
+        wide, floats = (declared(text, kind) - declared(text, "int") for kind in ("i64", "float"))
+        for product in products(text):
+            kept = set(NAME.findall(re.sub(r"\( int \) (\w+|\( [^()]* \))", "", product)))
+            if set(NAME.findall(product)) & CUDA_SIZES and not kept & (wide | floats | FLOATS | {"i64"}):
+                found.add(product)
+    return found
 
 
-def test_what_is_said_of_products_is_of_some():
-    assert sorted(set(NARROW) - narrow()) == []
+@pytest.mark.parametrize(("found", "said"), [(narrow, NARROW), (narrow_of_cuda, NARROW_OF_CUDA)])
+def test_products_of_sizes_have_64_bits_or_are_known_to_be_small(found, said):
+    assert sorted(found() - set(said)) == [], "cast a factor to 64 bits, or say why it is small"
+    assert sorted(set(said) - found()) == [], "of these there is none"
+
+
+def test_a_product_of_cuda_that_wraps_is_found():
+    text = """
+    int z = batch * heads;  // of z * all
+    i64 n, total;
+    if (z) *to = (i64)z * total + z * tokens[1] / D * 2;
+    float* at = (float*)y + n * (i64)-z;
+    """
+    wanted = ["batch * heads", "( i64 ) z * total", "z * tokens [ 1 ] / D * 2", "n * ( i64 ) - z"]
+    assert list(products(text)) == wanted
+    assert declared(text, "i64") == {"n", "total"}
+    assert declared(text, "float") == {"at"}
 
 
 def test_a_head_of_too_many_numbers_is_refused():

@@ -308,6 +308,42 @@ def test_copies_are_made_in_their_turn():
         torch.testing.assert_close(found, (2 * x + 1).view(4, 2).t().reshape(8) + 1)
 
 
+def test_scratch_of_one_step_is_another_s_later():
+    """A chain of five tensors that are no longer read takes the memory of two."""
+
+    def call(x: Tensor) -> tuple[Tensor]:
+        between, out = x, torch.empty(256)
+        for _ in range(5):
+            y = torch.empty(256)
+            program.launch(kernel, (1,), between, x, y, 256, BLOCK=16, scale=1.0, num_warps=4)
+            between = y
+        program.launch(kernel, (1,), between, x, out, 256, BLOCK=16, scale=1.0, num_warps=4)
+        return (out,)
+
+    kernel, x = Kernel(), torch.randn(256)
+    assert program.Program.of(call, (x,)).scratch_bytes == 2 * x.nbytes
+    torch.testing.assert_close(program.run(call, x)[0], 7 * x + 6)
+
+
+def test_zeros_of_a_part_are_cleared_where_it_begins():
+    """In memory that the part before has written."""
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.empty(256), torch.empty(256)
+        for out in found:
+            program.begin_part()
+            sums = program.zeros((256,), torch.float32, x.device)
+            program.launch(kernel, (1,), sums, x, sums, 256, BLOCK=16, scale=1.0, num_warps=4)
+            program.launch(kernel, (1,), sums, x, out, 256, BLOCK=16, scale=0.0, num_warps=4)
+        return found
+
+    kernel, x = Kernel(), torch.randn(256)
+    assert program.Program.of(call, (x,)).scratch_bytes == x.nbytes
+    for _ in range(2):
+        for out in program.run(call, x):
+            torch.testing.assert_close(out, x + 2)
+
+
 def test_a_tensor_that_begins_at_an_odd_element_is_copied():
     kernel, addresses = Kernel(), []
     call, run = call_of(kernel), kernel.run

@@ -224,3 +224,25 @@ def _call(batch: int, heads: int, tokens: int, is_causal: bool) -> Call:
 )
 def test_blocks_in_turn_where_they_fill_the_gpu(call, turns):
     assert backward_tiles_per_cta(call, 128, 64, 132) == turns
+
+
+def _packed(heads: int, lengths: list[int], bound: int | None = None) -> Call:
+    offsets = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+    packing = Packing(len(lengths), heads, bound or max(lengths), sum(lengths), offsets)
+    return _call(1, heads, 1, True)._replace(queries=packing, keys=packing)
+
+
+@pytest.mark.parametrize(
+    ("call", "turns"),
+    [
+        (_packed(32, [433] * 512), 4),  # four blocks of a document, each seen by few blocks of queries
+        (_packed(32, [433] * 512, 1932), 4),
+        (_packed(32, [2048] * 16), 4),
+        (_packed(8, [2048] + [60] * 30), 1),  # one document's 16 blocks are the last to end
+        (_packed(4, [16084, 200, 100] + [0] * 509, 16384), 1),
+        (_packed(4, [0, 0], 5), 1),
+    ],
+)
+def test_blocks_of_packed_sequences_in_turn(call, turns):
+    """Regression: the longest sequence, or what was told to be, stood for all, and empty programs for full ones."""
+    assert backward_tiles_per_cta(call, 128, 128, 132) == turns

@@ -94,7 +94,7 @@ class Case:
             *self.packings(), key_mask, self.is_causal, *self.window, rotation=rotation_sizes(self.turned),
         )  # fmt: skip
         o = torch.full((*q.shape[:-1], self.values), math.nan, dtype=v.dtype, device=v.device)
-        return o, launch_forward(call, q, quantized, v, o, with_row_max=True)
+        return o, launch_forward(call, q, quantized, v, o)
 
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale

@@ -51,6 +51,26 @@ def test_masks_that_are_passed_and_read_are_columns_apart():
     assert row == "| causal-frames | 32760, 12 heads of 128 | 52.4% | 1.80 / 1.90 | 1.20 / 1.30 | - | - |"
 
 
+def test_steps_of_models_are_compared_with_the_best_of_the_others():
+    from tools.tables.steps import models_table
+
+    case = {"model": "llama-8b", "tokens": 8192, "layers": 4, "whole_layers": 32, "best": "flash_attention_4"}
+    times = {"sdpa": 800.0, "flash_attention_4": 500.0, "sagebwd": 400.0, "sagebwd+fuse": 250.0}
+    rows = [
+        case | {
+            "attention": name, "compiled": True, "ms": ms, "gate": "ok", "over_best": 500.0 / ms, "peak_bytes": ms,
+            "attention_share": 0.25,
+        }
+        for name, ms in times.items()
+    ]  # fmt: skip
+    absent = {"gate": "does not run: ImportError", "ms": None, "over_best": None, "best": None, "peak_bytes": None}
+    rows.append(rows[2] | absent | {"compiled": False})
+    _, _, compiled, eager = models_table(rows).strip().splitlines()
+    what = "`llama-8b`, 4 of 32 layers | 8K"
+    assert compiled == f"| {what} | compiled | `flash_attention_4`, 500 ms | 1.25 | 2.00 | 2.00 | 0.80 | 25% |"
+    assert eager == f"| {what} | eager | - | - | - | - | - | - |"
+
+
 def test_the_command_writes_the_pages_that_are_named(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(text_of(PAGE).replace("1.06", "1.07", 1), encoding="utf-8")

@@ -15,6 +15,7 @@ from tools.tables import (
     causality,
     claims,
     context_parallel,
+    gains,
     masks,
     pretraining,
     qk_norm_rope,
@@ -23,16 +24,22 @@ from tools.tables import (
     sinks,
     speed,
     steps,
+    support,
 )
 from tools.tables.results import ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
-    "facts": readme.facts,
+    "readme-gains": readme.gains,
+    "readme-memory": readme.memory,
     "readme-errors": readme.errors_of_smollm2,
-    "readme-training": readme.training,
-    "readme-tests": readme.gpu_tests,
+    "readme-safety": readme.safety,
     "readme-limits": readme.limits,
+    "gpu-tests": readme.gpu_tests,
+    "gains": gains.gains,
+    "support-recipes": support.recipes,
+    "support-forms": support.forms,
+    "support-owners": support.owners,
     "speed-by-head-dim": speed.by_head_dim,
     "speed-beside-flash-attention-3": speed.beside_flash_attention_3,
     "speed-bursts": speed.bursts,
@@ -43,6 +50,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "masks": masks.masks,
     "speed-auto": speed.auto,
     "steps": steps.steps,
+    "model-steps": steps.models,
     "memory-of-a-call": steps.memory_of_a_call,
     "longest": steps.longest_sequences,
     "blocks": qk_norm_rope.blocks,

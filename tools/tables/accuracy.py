@@ -16,6 +16,8 @@ from tools.tables.results import RECIPES, STUDIES, TENSORS, load
 WEIGHTS = "trained_gradients_h200_start.json"
 NAMES = {"bf16": "full", "token": "token(first_keys=1)"}
 """What the files of SmolLM2's errors call recipes that have another form, or another name, now."""
+PLANTED = {"35M, kernels": "assay_35m_h200.json.xz", "SmolLM2, emulated": "assay_smollm2.json"}
+"""By the model's name in the table, the record of `python -m lab assay`."""
 
 
 @cache
@@ -116,13 +118,16 @@ def gradients_of_all_weights() -> str:
 
 
 def planted_faults() -> str:
-    """What the assay tells apart from `mixed` in SmolLM2, and by what."""
-    rows = [
-        [one["arm"].removeprefix("mixed, "), "yes" if one["apart"] else "no", f"{one['measure']}, {one['group']}",
-         f"{one['mean']:+.4f} ({one['interval'][0]:+.4f} to {one['interval'][1]:+.4f})", f"{one['p']:.4f}"]
-        for one in load(STUDIES / "assay_smollm2.json")["apart"]
-    ]  # fmt: skip
-    return table(["planted in `mixed`", "told apart", "best by", "difference (95%)", "p, corrected"], rows)
+    """What the assay tells apart from a recipe, and by what."""
+    rows = []
+    for where, file in PLANTED.items():
+        for one in load(STUDIES / file)["apart"]:
+            recipe, arm = one["arm"].rsplit(", ", 1)
+            rows.append(
+                [where, f"`{recipe}`", arm, "yes" if one["apart"] else "no", f"{one['measure']}, {one['group']}",
+                 f"{one['mean']:+.4f} ({one['interval'][0]:+.4f} to {one['interval'][1]:+.4f})", f"{one['p']:.4f}"]
+            )  # fmt: skip
+    return table(["model", "recipe", "planted", "told apart", "best by", "difference (95%)", "p, corrected"], rows)
 
 
 def by_weight_of_the_first_key() -> str:

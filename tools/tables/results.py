@@ -4,6 +4,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from sagebwd.diagnostics.text import open_text
+
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "docs" / "results"
 BENCHMARKS = ROOT / "benchmarks" / "results"
@@ -14,8 +16,9 @@ PEERS = {"fa4": "FlashAttention-4", "fa3": "FlashAttention-3", "cudnn": "cuDNN"}
 
 
 def load(path: Path) -> dict | list:
-    """The content of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The content of a JSON file, compressed by xz or not."""
+    with open_text(path) as file:
+        return json.load(file)
 
 
 @cache

@@ -140,7 +140,7 @@ def packed_speeds() -> dict[tuple[str, str, str], dict[str, float]]:
     """By head_dim, heads and sequences of a packed call: speed of `mixed` over FlashAttention-4, by direction."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in rows_of("packed_h200_2026-11-25_cbd8f97"):
-        if row["impl"] == "hopper":
+        if (row["impl"], row["recipe"]) == ("hopper", "mixed"):
             tokens, kv = row["lengths"], f" on {row['kv_heads']}" * (row["kv_heads"] != row["heads"])
             equal = len(set(tokens)) == 1
             sequences = f"{len(tokens)} x {tokens[0]}" if equal else f"{len(tokens)} of {min(tokens)} to {max(tokens)}"

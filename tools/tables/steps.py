@@ -5,11 +5,12 @@ import math
 from benchmarks.shapes import value_dim_of
 from lab.studies.study_tables import table
 from lab.training.gaps import interval
-from tools.tables.cells import width
+from tools.tables.cells import length, width
 from tools.tables.results import PEERS, rows_of
 from tools.tables.speed import BESIDE_FA3
 
 OF_325M = "training_h200_2026-11-28_614c2a6"
+OF_MODELS = "step_h200_2026-11-29_7fc77049"
 STEPS = (
     ("325M model", OF_325M),
     ("the same on two GPUs", "training_2-processes_h200_2026-11-26_093eef2"),
@@ -40,7 +41,7 @@ def steps() -> str:
     """Time, tokens a second and peak memory of whole training steps."""
     rows = []
     for what, name in STEPS:
-        for row in sorted(rows_of(name), key=lambda row: row["context"]):
+        for row in sorted(rows_of(name), key=lambda row: (row["context"], "mixed" in row["attention"])):
             attention = attention_of(row)
             over = ""
             if attention.startswith("mixed"):
@@ -49,6 +50,39 @@ def steps() -> str:
                          f"{row['tokens_per_s']:,.0f}", over, f"{row['peak_bytes'] / 2**30:.1f}"])  # fmt: skip
     head = ["what", "tokens a sequence", "attention", "step ms", "tokens/s", "`mixed` over the best (95%)", "peak GiB"]
     return table(head, rows)
+
+
+def models() -> str:
+    """Steps of models by name."""
+    return models_table(rows_of(OF_MODELS))
+
+
+def models_table(rows: list[dict]) -> str:
+    """Rows of `python -m benchmarks step`, a line a case: speed of ours over the best of the others and over `sdpa`.
+
+    Peak memory is of `sagebwd` over the best's. "-" where one does not run or is wrong.
+    """
+    cases: dict[tuple[str, int, bool], dict[str, dict]] = {}
+    for row in rows:
+        cases.setdefault((row["model"], row["tokens"], row["compiled"]), {})[row["attention"]] = row
+    lines = []
+    for (model, tokens, compiled), own in cases.items():
+        ours, fused = (own.get(name, {}) for name in ("sagebwd", "sagebwd+fuse"))
+        best = own.get(ours.get("best"), {})
+        right = {name: row["ms"] for name, row in own.items() if row["gate"] == "ok"}
+        over_sdpa = right["sdpa"] / right["sagebwd"] if {"sdpa", "sagebwd"} <= right.keys() else None
+        peak = ours["peak_bytes"] / best["peak_bytes"] if best.get("peak_bytes") and ours.get("peak_bytes") else None
+        ratios = ours.get("over_best"), fused.get("over_best"), over_sdpa, peak
+        whole = next(iter(own.values()))
+        lines.append([
+            f"`{model}`, {whole['layers']} of {whole['whole_layers']} layers", length(tokens),
+            "compiled" if compiled else "eager", f"`{best['attention']}`, {best['ms']:.0f} ms" if best else "-",
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            f"{best['attention_share']:.0%}" if best.get("attention_share") else "-",
+        ])  # fmt: skip
+    head = ["model", "tokens", "", "the best of the others", "`sagebwd` over it", "fused", "`sagebwd` over `sdpa`",
+            "peak over the best's", "attention's share of the best"]  # fmt: skip
+    return table(head, lines)
 
 
 def longest_sequences() -> str:

@@ -7,6 +7,7 @@ they need when they run, so that `sagebwd --help` is quick and a missing extra i
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,9 @@ def doctor(
         list[str] | None, typer.Option(help="With --measure: causal, full, packed, window, padding or mask; repeat.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="With --measure: also write JSON to this folder.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="With --measure: also write this JSON, of a card that was not tried, to send.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record outside a git checkout.")] = None,
 ) -> None:
     """What runs here and why, and a self-test. Exit code 1 where no kernel runs what one could."""
@@ -83,10 +87,10 @@ def doctor(
             raise ValueError(
                 f"--measure times a GPU, got device {device}; without a GPU recipe 'auto' runs torch's attention"
             )
-        timings.measure(device, cases, output, commit)
+        timings.measure(device, cases, output, commit, report)
         return
-    if kind or output or commit or len(head_dim or ()) > 1:
-        raise ValueError("--kind, --output, --commit and several --head-dim belong to --measure; add it")
+    if kind or output or report or commit or len(head_dim or ()) > 1:
+        raise ValueError("--kind, --output, --report, --commit and several --head-dim belong to --measure; add it")
     width = (head_dim or ["128"])[0]
     call = device, parsed_dtype, benchmark.pair_of(width)
     for name, value in examination.facts().items():
@@ -95,13 +99,17 @@ def doctor(
     named = f"{recipe}, which is {parsed} here," if recipe == AUTO else f"{parsed},"
     console.print(f"\nA call with head_dim {width}, {dtype}, recipe {named} on {device}:")
     found = examination.answers(*call, parsed)
+    by_torch = examination.is_torchs(*call, recipe)
+    if recipe == AUTO and not device.startswith("cuda") and not by_torch:
+        console.print("  torch        [green]runs it[/green]: recipe auto hands it every call without a GPU")
+        named = "takes the call where a recipe is named"
+        found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
         timings.show(device)
-    by_torch = examination.is_torchs(*call, recipe)
-    if not (by_torch or any(answer.chosen for answer in found)):
+    if not (by_torch or any(answer.takes for answer in found)):
         console.print("No implementation takes this call: it is refused.")
         raise typer.Exit(1)
     with progress() as tell:

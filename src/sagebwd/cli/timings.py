@@ -18,7 +18,8 @@ from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.auto.timings import kept_at, rows_kept
 from sagebwd.cli import measure as benchmark
-from sagebwd.cli.outputs import check_folder
+from sagebwd.cli import report as reports
+from sagebwd.cli.outputs import check_files, check_folder
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.terminal import console, progress
 from sagebwd.environment import CACHE_DIR, make, write_whole
@@ -28,8 +29,12 @@ from sagebwd.explain import digest_line, newer_torch
 ELEMENTS, LENGTHS = 1 << 25, (1024, 4096, 16384)
 
 
-def measure(device: str, cases: list[benchmark.Case], output: Path | None, commit: str | None) -> None:
+def measure(
+    device: str, cases: list[benchmark.Case], output: Path | None, commit: str | None, report: Path | None = None
+) -> None:
     """Time this machine and keep what was found where "auto" reads it; with ``output`` also as a results file there.
+
+    report: a file for this project, which has self-tests of recipes too (`sagebwd.cli.report`).
 
     Both are written anew with every case: what is cut off keeps what it measured. What is kept of other kinds of mask
     and of other widths than those of ``cases`` stays.
@@ -37,6 +42,7 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
     Raises ValueError, before anything is timed, where nothing can be kept or ``output`` cannot be written.
     """
     check_folder("--output", output)
+    check_files({"--report": report})
     facts = environment(device, commit)
     kept, rows = kept_at(str(facts["gpu"]), torch.__version__), []
     try:
@@ -49,14 +55,17 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
     anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
     before = [row for row in rows_kept(kept) or () if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
     with progress(lambda: f"what was measured is kept in {kept}" if rows else "nothing was measured yet") as tell:
+        tests = reports.self_tests(device, tell) if report else []
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
             write_whole(kept, json.dumps({**facts, "rows": before + [asdict(row) for row in rows]}) + "\n")
             path = kept if output is None else save(rows, facts, output, "timings")
+            if report is not None:
+                reports.write(report, facts, device, tests, [asdict(row) for row in rows])
             for line in _lines(timed):
                 console.print(line, highlight=False)
     console.print(table(fitted(map(asdict, rows), "", torch.__version__)))
-    console.print(f"wrote {path}" if path == kept else f"wrote {kept} and {path}", soft_wrap=True)
+    console.print(f"wrote {' and '.join(map(str, dict.fromkeys([kept, path, report or kept])))}", soft_wrap=True)
 
 
 def show(device: str) -> None:

@@ -361,7 +361,7 @@ def _is_distributed() -> bool:
 def _advice(index: int) -> str:
     return (
         f'a finer recipe, as config.{NAME}["layers"]["{index}"] = {{"recipe": "token(s=16bit)"}}, a lower learning '
-        "rate or QK-norm may lower it (docs/monitor.md#what-helps)"
+        "rate or QK-norm may lower it (docs/safety.md#what-helps)"
     )
 
 

@@ -74,7 +74,8 @@ def flex_attention(
         raise ValueError("return_lse=True beside return_aux is not accepted; use return_aux=AuxRequest(lse=True)")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(
-            "return_aux: max_scores is not supported, only lse; keep torch.nn.attention.flex_attention for this call"
+            "return_aux: max_scores is not supported, only lse; sagebwd.sage_attention(..., return_max_logits=True) "
+            "gives the largest of each head; for those of queries keep torch.nn.attention.flex_attention here"
         )
     if block_mask is not None and key.dim() == 4 and key.shape[0] == 1 != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))

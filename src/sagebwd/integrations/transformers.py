@@ -46,7 +46,7 @@ from sagebwd.integrations.transformers_masks import (
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_padding import watch_padding
-from sagebwd.integrations.transformers_settings import NAME, check_model, settings_of
+from sagebwd.integrations.transformers_settings import NAME, check_model, have_handed_down, settings_of
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.integrations.words import in_words_of
@@ -85,7 +85,8 @@ def register() -> None:
     """Make ``attn_implementation="sagebwd"`` known to Transformers, with the mask function it needs.
 
     From then on a model that is asked for it and computes attention itself, without a call that could be taken over,
-    raises NotImplementedError, and a model of several parts hands its ``config.sagebwd`` to those without their own.
+    raises NotImplementedError, and a model of several parts, of which one is asked, hands its ``config.sagebwd`` to
+    those without their own.
     """
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
@@ -101,9 +102,18 @@ def register() -> None:
         if requested_attention == NAME:
             check_model(self)
             fusion.install(type(self))
+        have_handed_down(self)  # parts are asked before the whole is made
         return original(self, requested_attention, *args, **kwargs)
 
+    changes = PreTrainedModel.set_attn_implementation
+
+    @wraps(changes)
+    def set_attn_implementation(self: PreTrainedModel, *args: object, **kwargs: object) -> None:
+        changes(self, *args, **kwargs)
+        have_handed_down(self)
+
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
 
 
 @in_words_of(_WORDS)

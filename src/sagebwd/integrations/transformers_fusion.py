@@ -143,7 +143,8 @@ class Layer:
 def refuse(layer: str, reason: str) -> NoReturn:
     """Raise NotImplementedError for a layer."""
     raise NotImplementedError(
-        f"config.sagebwd: fuse is not supported for {layer}, which {reason}; leave fuse out (Transformers "
+        f"config.sagebwd: fuse is not supported for {layer}, which {reason}; leave fuse out, or in a model of several "
+        "parts give it to others, as in config.text_config.sagebwd (Transformers "
         f"{transformers.__version__}; tested with {', '.join(TESTED)})"
     )
 
@@ -216,8 +217,9 @@ def _install(layer_class: type[nn.Module]) -> None:
         if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):  # which keeps rows
             if self.training and torch.is_grad_enabled():
                 say(
-                    "config.sagebwd: fuse: norm and rotary embedding run as they are and not with attention, for the "
-                    "KV cache that use_cache=True keeps; give use_cache=False in training"
+                    f"config.sagebwd: fuse: norm and rotary embedding of {type(self).__name__} run as they are and "
+                    "not with attention, for the KV cache that use_cache=True keeps; give use_cache=False in "
+                    f"training, in the call or in {type(self.config).__name__}"
                 )
             return original(Layer(self, {}), *args, **kwargs)
         if "position_embeddings" in kwargs:

@@ -88,10 +88,7 @@ def _layers_of(config: object) -> int | None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Have a model of several parts hand its settings down at every forward.
-
-    Raises NotImplementedError for a model that computes attention itself, and so would make no call.
-    """
+    """Raises NotImplementedError for a model that computes attention itself, and so would make no call."""
     parts = model.config.sub_configs
     attends = not parts or hasattr(model.config, "num_attention_heads")  # and not its parts alone
     if attends and not _calls_attention(type(model)):
@@ -100,9 +97,23 @@ def check_model(model: PreTrainedModel) -> None:
             f"attn_implementation='sagebwd'; {USE_INSTEAD}, for one part of a model as in "
             "attn_implementation={'text_config': 'sagebwd', 'vision_config': 'eager'}"
         )
-    if parts and _hand_down not in model._forward_pre_hooks.values():
+
+
+def have_handed_down(model: PreTrainedModel) -> None:
+    """Have a model of which a part, or it itself, runs "sagebwd" hand its settings down at every forward."""
+    if _runs_in(model.config) and _hand_down not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_hand_down)
         _hand_down(model)
+
+
+def _runs_in(config: object) -> bool:
+    """Whether a part of a config of several, or of such a part, has "sagebwd" for its attention."""
+    return any(getattr(x, "_attn_implementation", None) == NAME or _runs_in(x) for x in _parts(config))
+
+
+def _parts(config: object) -> list[object]:
+    found = (getattr(config, name, None) for name in getattr(config, "sub_configs", ()))
+    return [x for x in found if x is not None]
 
 
 @cache
@@ -126,7 +137,7 @@ def _calls_attention(model_class: type) -> bool:
 
 
 def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
-    """Give ``config.sagebwd`` of a model of several parts to those parts that have none of their own."""
+    """Give ``config.sagebwd`` of a model of several parts to those, and their parts, that have none of their own."""
     given, before = getattr(model.config, NAME, None), model.__dict__.get("_handed_down")
     if given == before:
         return
@@ -135,8 +146,13 @@ def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
             "config.sagebwd: layers is not known in a config of several parts; accepted: in that of one, as in "
             f"config.{next(iter(model.config.sub_configs))}.sagebwd"
         )
-    for name in model.config.sub_configs:
-        part = getattr(model.config, name, None)
-        if part is not None and getattr(part, NAME, None) in (None, before):
-            setattr(part, NAME, given)
+    _give(model.config, given, before)
     model._handed_down = given
+
+
+def _give(config: object, given: dict[str, object] | None, before: dict[str, object] | None) -> None:
+    """Parts that have what they were given ``before``: a model may call those of its parts past these."""
+    for part in _parts(config):
+        if getattr(part, NAME, None) in (None, before):
+            setattr(part, NAME, given)
+            _give(part, given, before)

@@ -6,7 +6,8 @@ Imports neither torch nor triton: `sagebwd.dispatch` asks the records before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sagebwd.masks.kinds import ELEMENTS
@@ -29,8 +30,13 @@ class Row(NamedTuple):
     filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()`` says what is
     missing here. in_torch: operators of torch run it, by no program, and backward reads q, k and v. mask_form: how its
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
+<<<<<<< HEAD
     prologue: head_dims, value's the same, at which its passes take norm and rotary embedding of Q and K too, of all
     channels or none. powers_of_two: a width costs as much as the next of these.
+=======
+    takes_prologue: its passes take norm and rotary embedding of Q and K too. powers_of_two: a width costs as much as
+    the next of these. instead: by a field that is refused, what to name in place of the recipe.
+>>>>>>> h-house
     """
 
     direction: str
@@ -46,6 +52,7 @@ class Row(NamedTuple):
     means: int = 1
     prologue: tuple[int, ...] = ()
     powers_of_two: bool = False
+    instead: Mapping[str, str] = MappingProxyType({})
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -57,7 +64,8 @@ class Row(NamedTuple):
         for name, accepted in self.fields.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
-                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                return has + self.instead.get(name, "")
         return None
 
 

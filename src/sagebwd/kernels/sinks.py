@@ -22,7 +22,8 @@ _FARTHEST = tl.constexpr(FARTHEST)
 
 
 @triton.jit
-def _mean_of(k_mean, batch, head, heads, group, columns, head_dim):
+def mean_of(k_mean, batch, head, heads, group, columns, head_dim):
+    """K's mean that a head's queries meet, FP32."""
     at = k_mean + (batch.to(tl.int64) * (heads // group) + head // group) * head_dim
     return tl.load(at + columns, mask=columns < head_dim, other=0)
 
@@ -53,7 +54,7 @@ def weigh_kernel(
         q_tile = load_rows(q_at, local, columns, pitch_of(q), left, head_dim, False, head_dim == BLOCK_D).to(
             tl.float32
         )
-        mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+        mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         above -= tl.sum(q_tile * mean[None, :], 1) * scale
     above = tl.where(blind, float("inf"), above)
     # 1 / (1 + e^|x|) and its complement, of which neither overflows
@@ -102,7 +103,7 @@ def gradient_kernel(
     tl.store(found + tl.program_id(0), tl.sum(change, 0))
     if k_mean is not None:
         columns = tl.arange(0, BLOCK_D)
-        mean = _mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+        mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
         dq_at = row_of(dq, batch, head, start + first)
         tile = load_rows(dq_at, local, columns, pitch_of(dq), left, head_dim, False, head_dim == BLOCK_D)
         added = to_16bit(tile.to(tl.float32) - change[:, None] * (mean * scale)[None, :], tile.dtype)

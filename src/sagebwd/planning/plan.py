@@ -74,7 +74,8 @@ class Plan:
         norm = call.prologue is not None and call.prologue.eps is not None
         self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward)
         sequences = queries.batch if call.packed else None
-        self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
+        dims = call.head_dim, call.value_dim
+        self.pieces, self.bytes = pieces_of(choice, dims, q, k, sequences, sinks, norm, call.max_logits)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         by_kernels = not (choice.forward.in_torch or choice.backward.in_torch)
         self.describes_masks = by_kernels and not are_first_keys_apart(choice, call)
@@ -276,6 +277,10 @@ class Plan:
         """K's mean, (B, Hkv, D) or (sequences, Hkv, D)."""
         return self.pieces["k_mean"].of(workspace)
 
+    def max_logits(self, workspace: Tensor) -> Tensor:
+        """The largest logit of each head, (B, Hq) or (Hq,), of a call that asked for it."""
+        return self.pieces["max_logits"].of(workspace).amax(-1)
+
     def _forward_in_torch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, workspace: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -286,12 +291,16 @@ class Plan:
             workspace.zero_()
             if sinks is not None:
                 self.pieces["weight"].of(workspace).fill_(1)
+            if self.call.max_logits:
+                self.pieces["max_logits"].of(workspace).fill_(float("-inf"))
             o = empty_like_rows(q, v.shape[-1]).zero_()
             return o, torch.full(tokens, float("-inf"), dtype=dtype, device=q.device)
         with _without_autocast(q.device):
             saved = dispatch.forward(self.choice, call, q, k, v)
         mean = saved.k_mean if self.call.recipe.smooth_k else None
         self.k_mean(workspace).copy_(saved.k_mean)
+        if self.call.max_logits:
+            self.pieces["max_logits"].of(workspace).copy_(saved.max_logits)
         if sinks is not None:
             weight = epilogue.weigh(saved.o, saved.lse, q, mean, sinks, self.call.scale, call.queries.cu_seqlens)
             self.pieces["weight"].of(workspace).copy_(weight)

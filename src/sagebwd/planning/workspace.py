@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.cache import rounded
+from sagebwd.call import blocks_of_maxima
 from sagebwd.dispatch import Choice
 from sagebwd.recipe import FP8, INT8
 
@@ -29,8 +30,9 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool, norm: bool = False
-) -> tuple[dict[str, Piece], int]:
+    choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool,
+    norm: bool = False, max_logits: bool = False,
+) -> tuple[dict[str, Piece], int]:  # fmt: skip
     """What a workspace holds of `sagebwd.call.Saved`, and its bytes.
 
     Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed; norm,
@@ -56,6 +58,9 @@ def pieces_of(
             wanted.append((name, torch.float32, tokens, 1))
     if sinks:
         wanted.append(("weight", accumulator, tokens_q, 1))
+    if max_logits:  # at the end, of which backward, which reads none, need not know
+        blocks = blocks_of_maxima(tokens_q[-1], sequences if packed else 1) if kernels else 1
+        wanted.append(("max_logits", accumulator, (*tokens_q[:-1], blocks), 1))
     pieces, end = {}, 0
     for name, dtype, shape, times in wanted:
         size = dtype.itemsize * times

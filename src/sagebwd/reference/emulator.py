@@ -193,14 +193,27 @@ class Emulator:
 
     def _float8(self, do: Tensor, lse: Tensor, dlse: Tensor | None, do_scale: Tensor | None) -> Float8Operands:
         """Operands of the e4m3 products; all but K's are padded as ``do`` is. do_scale: where dP is INT8."""
-        row_max = torch.full_like(lse, -math.inf)
-        for rows, keys in self._chunks():
-            if keys.start < keys.stop:
-                row_max[..., rows, :] = self._scores(rows, keys).amax(-1, keepdim=True)
-        x = self.operands
+        x, row_max = self.operands, self._row_max()
         codes = self.turned(x.q_codes), x.q_scale, x.k_codes, x.k_scale
         half = self.dtype == torch.float16
         return Float8Operands.of(row_max, lse, do, dlse, self._v_channels(), *codes, do_scale, half)
+
+    def _row_max(self) -> Tensor:
+        """The largest smoothed score of each query, (B, H, G, N, 1) padded to blocks; -inf where it sees no key."""
+        row_max = torch.full_like(self.operands.q_scale, -math.inf)
+        for rows, keys in self._chunks():
+            if keys.start < keys.stop:
+                row_max[..., rows, :] = self._scores(rows, keys).amax(-1, keepdim=True)
+        return row_max
+
+    def max_logits(self) -> Tensor:
+        """The largest logit of each head, (B, Hq): of the recipe's scores that a query sees, with K's mean restored.
+
+        -inf of a head whose queries see no key. Sinks are no keys.
+        """
+        row_max = self._row_max()[..., : self.tokens_q, :]
+        logits = row_max + (self.q * self.operands.k_mean).sum(-1, keepdim=True) * self.scale
+        return torch.where(row_max == -math.inf, row_max, logits).amax((-2, -1)).flatten(1, 2)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """O (B, Hq, N, Dv) in the input dtype, lse of the smoothed scores (B, Hq, N) and K's mean (B, Hkv, D)."""
@@ -364,17 +377,22 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     nothing = (None,) * 5
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
-        o, lse, k_mean = Emulator(q, k, v, call.recipe, call.scale, band, call.key_mask, call.mask).forward()
-        return Saved(empty_like_rows(q, call.value_dim).copy_(o), lse, *nothing, k_mean)
+        emulator = Emulator(q, k, v, call.recipe, call.scale, band, call.key_mask, call.mask)
+        o, lse, k_mean = emulator.forward()
+        largest = emulator.max_logits().unsqueeze(-1) if call.max_logits else None
+        return Saved(empty_like_rows(q, call.value_dim).copy_(o), lse, *nothing, k_mean, max_logits=largest)
     o = q.new_zeros((*q.shape[:-1], call.value_dim))
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=accumulator)
     k_mean = k.new_zeros(call.keys.batch, k.shape[1], k.shape[2], dtype=accumulator)
+    largest = lse.new_full((q.shape[1], 1), -math.inf) if call.max_logits else None
     for index, (rows, keys, band) in enumerate(_sequences(call)):
         sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), call.recipe, call.scale, band)
         o_rows, lse[:, rows], k_mean[index : index + 1] = sequence.forward()
         o[rows] = _pack(o_rows)
-    return Saved(o, lse, *nothing, k_mean)
+        if largest is not None and rows.start < rows.stop:
+            largest = torch.maximum(largest, sequence.max_logits().mT)
+    return Saved(o, lse, *nothing, k_mean, max_logits=largest)
 
 
 def backward(

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lab.steps import breakdown, flash_attention_4
+from benchmarks import breakdown
+from lab.steps import flash_attention_4
 from lab.steps.registry import Choice
 
 # as the profiler prints them on an H200, cut off; of FlashAttention-2, inductor and torch by their sources
@@ -26,6 +27,13 @@ NAMES = {
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor00": "attention",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_object_": "passes",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_postprocessFlashAttentionBackwardPostprocess_objec": "passes",
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloop": "attention",
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloop": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<64>, cute::C<128>": "passes",
+    "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<64>, cute": "passes",
+    "triton_tem_fused_flex_attention_0": "attention",
+    "triton_tem_fused_clone_flex_attention_backward_mul_zeros_5": "attention",
+    "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel": "attention",
     "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::Tensor": "copies",
     "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(at": "copies",
     "Memcpy DtoD (Device -> Device)": "copies",

@@ -14,9 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import plot
+from benchmarks import breakdown, plot
 from lab import __main__ as cli
-from lab.steps import breakdown
 from lab.steps import tables as tables
 from lab.steps import timing as bench
 from lab.steps.runner import Layer

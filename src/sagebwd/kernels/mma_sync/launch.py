@@ -1,7 +1,7 @@
 """The kernels of mma.sync: which passes run and what they hand on, forward and backward.
 
-Masks of elements, a negative softmax scale and deterministic gradients are the portable kernels', to the same recipe:
-what forward leaves is the same.
+Masks of elements, a negative softmax scale, the largest logits and deterministic gradients are the portable kernels',
+to the same recipe: what forward leaves is the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ prepare = portable.prepare
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
-    if _is_portable(call):
+    if _is_portable(call) or call.max_logits:  # row maxima are not these kernels'
         return portable.forward(call, q, k, v)
     recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
     k_mean, v_mean, _, first_keys = launch_statistics(

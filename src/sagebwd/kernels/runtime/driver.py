@@ -13,11 +13,15 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels import sinks as kernels
+from sagebwd.kernels.max_logits import max_logits
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
-from sagebwd.kernels.runtime.program import copy, zeros
+from sagebwd.kernels.runtime.program import begin_part, copy, zeros
+from sagebwd.recipe import FP8
 
 # Channels of narrow rows are multiples of so many, 16 bytes, as TMA and loads of 16 bytes want.
 CHANNELS = 8
+# Tokens of a block of the padded layouts, at most, and how many times a packed call's tokens such a layout may have.
+BLOCK, MOST_PADDED = 128, 8
 
 
 def forward(
@@ -33,9 +37,13 @@ def forward(
         # a copy of one row too, whose columns are contiguous as they lie: the workspace has room for these alone
         narrow = saved.k_mean.new_empty((*saved.k_mean.shape[:-1], call.head_dim))
         saved = saved._replace(k_mean=copy(narrow, saved.k_mean[..., : call.head_dim]))
+    mean = saved.k_mean if call.recipe.smooth_k else None
+    if call.max_logits:
+        largest = max_logits(saved.row_max, saved.lse, q, mean, call.scale, call.queries)
+        kept = saved.row_max if call.recipe.dv == FP8 else None
+        saved = saved._replace(max_logits=largest, row_max=kept)
     if sinks is None:
         return saved
-    mean = saved.k_mean if call.recipe.smooth_k else None
     rest = call.scale, call.queries.cu_seqlens, call.queries.tokens
     return saved._replace(weight=kernels.weigh(saved.o, saved.lse, q, mean, sinks, *rest))
 
@@ -55,7 +63,7 @@ def backward(
     saved = saved._replace(lse=contiguous(saved.lse))
     given = saved._replace(**rows, k_mean=_filled(saved.k_mean, columns)), aligned_rows(_filled(do, values))
     inputs = (aligned_rows(_filled(x, width)) for x, width in zip((q, k, v), (columns, columns, values)))
-    gradients = family.backward(wide, *given, contiguous(dlse), *inputs)
+    gradients = _by_parts(family, wide, *given, contiguous(dlse), *inputs)
     if wide.columns != (call.head_dim, call.value_dim):
         narrow = empty_gradients(call.recipe, call.head_dim, saved.o, v)
         gradients = tuple(
@@ -67,6 +75,60 @@ def backward(
     mean = saved.k_mean if call.recipe.smooth_k else None
     rest = call.scale, wide.queries.cu_seqlens, call.queries.tokens
     return *gradients, kernels.gradient_by_block(do, dlse, saved.o, saved.weight, gradients[0], mean, *rest)
+
+
+def _by_parts(
+    family: ModuleType, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
+    v: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """``family.backward``, of as many key heads at a time as `heads_at_once` says, one after another in one memory."""
+    step = heads_at_once(call)
+    if step == call.keys.heads:
+        return family.backward(call, saved, do, dlse, q, k, v)
+    gradients = empty_gradients(call.recipe, call.columns[0], saved.o, v)
+    for first in range(0, call.keys.heads, step):
+        begin_part()
+        of_keys = slice(first, min(first + step, call.keys.heads))
+        of_queries = slice(of_keys.start * call.group, of_keys.stop * call.group)
+        part = call._replace(
+            queries=call.queries._replace(heads=of_queries.stop - of_queries.start),
+            keys=call.keys._replace(heads=of_keys.stop - of_keys.start),
+        )
+        rows = {"o": of_queries, "q_int8": of_queries, "k_int8": of_keys}
+        values = {"lse": of_queries, "q_scale": of_queries, "row_max": of_queries, "k_scale": of_keys}
+        own = saved._replace(
+            k_mean=contiguous(saved.k_mean[:, of_keys]),
+            **{name: _heads_of(getattr(saved, name), heads) for name, heads in rows.items()},
+            **{name: _first_of(getattr(saved, name), heads) for name, heads in values.items()},
+        )
+        given = own, _heads_of(do, of_queries), _first_of(dlse, of_queries)
+        inputs = _heads_of(q, of_queries), _heads_of(k, of_keys), _heads_of(v, of_keys)
+        for whole, x, heads in zip(gradients, family.backward(part, *given, *inputs), (of_queries, of_keys, of_keys)):
+            copy(whole[:, heads], x)
+    return gradients
+
+
+def heads_at_once(call: Call) -> int:
+    """Key heads that a backward has operands of at a time: all, unless most of a packed layout would be padding.
+
+    Each sequence begins a block of its own, so that 3000 of 8 tokens fill 9 times their memory. A prologue's weights
+    have gradients of all heads together.
+    """
+    heads = call.keys.heads
+    if not call.packed or call.prologue is not None:
+        return heads
+    padded = max(x.blocks(BLOCK) * BLOCK / max(x.total, 1) for x in (call.queries, call.keys))
+    return -(-heads // min(max(-(-int(padded) // MOST_PADDED), 1), heads)) if heads else 0
+
+
+def _heads_of(x: Tensor | None, heads: slice) -> Tensor | None:
+    """Heads of a packed tensor's rows."""
+    return None if x is None else aligned_rows(x[:, heads])
+
+
+def _first_of(x: Tensor | None, heads: slice) -> Tensor | None:
+    """Heads of values of tokens."""
+    return None if x is None else x[heads]
 
 
 def _at_widths(family: ModuleType, form: tuple[int, int], call: Call) -> Call:

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from sagebwd.kernels.runtime.cuda import CudaLaunch
+from sagebwd.kernels.runtime.device import clear
 from sagebwd.kernels.runtime.ffi import Packed
 
 # Encoded descriptors kept of each argument: a training step has some memory after memory, the next the same again.
@@ -115,7 +116,20 @@ class Copy:
         self.to.of(tensors).copy_(self.x.of(tensors))
 
 
-Launcher = Interpreted | PackedLauncher | TritonLauncher | Copy
+class Clear(NamedTuple):
+    """Zeros in an owner's memory."""
+
+    owner: int
+    offset: int
+    size: int
+    device: torch.device
+
+    def start(self, addresses: list[int], tensors: list[Tensor], stream: int) -> None:
+        """Clear in a stream's turn."""
+        clear(addresses[self.owner] + self.offset, self.size, self.device, stream)
+
+
+Launcher = Interpreted | PackedLauncher | TritonLauncher | Copy | Clear
 
 
 def _filler(arguments: list, of_tensors: bool = False) -> Callable[[list], list]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,9 +26,10 @@ from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
 from sagebwd.environment import writable
 from sagebwd.kernels.runtime.cuda import CudaKernel
 from sagebwd.kernels.runtime.describing import is_described, local
-from sagebwd.kernels.runtime.device import clear, current_stream
+from sagebwd.kernels.runtime.device import current_stream
 from sagebwd.kernels.runtime.ffi import Function
 from sagebwd.kernels.runtime.launchers import (
+    Clear,
     Copy,
     Descriptor,
     Interpreted,
@@ -43,6 +44,8 @@ TRITON_CACHE_DIR, TRITONS = "TRITON_CACHE_DIR", "Triton's"
 T = TypeVar("T")
 # A launch that takes longer than this on the host is one that compiles.
 COMPILING_SECONDS = 0.5
+# Of a program's scratch, all zeros of a part.
+ZEROS = "zeros"
 # Compilers that were announced.
 _told: set[str] = set()
 # Held while Triton loads a kernel, whose launcher it publishes before its function: another thread would launch None.
@@ -62,13 +65,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that is zero when the first of the launches begins."""
+    """A tensor that is zero when the first of the launches begins, of the part that it is made in."""
     builder = getattr(local, "builder", None)
     if builder is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     x = torch.empty(shape, dtype=dtype, device="meta")
-    builder.zeroed[_storage(x)] = x
+    builder.zeroed[_storage(x)] = x, builder.parts[-1]
     return x
+
+
+def begin_part() -> None:
+    """What `zeros` makes from here on is zero when the next of the launches begins, in memory that others had before.
+
+    Without parts all zeros of a description are cleared at once.
+    """
+    builder = getattr(local, "builder", None)
+    if builder is not None:
+        builder.parts.append(len(builder.steps))
 
 
 def copy(to: Tensor, x: Tensor) -> Tensor:
@@ -172,16 +185,18 @@ def leaves_of(given: tuple) -> Iterator[Any]:
 
 
 class Builder(NamedTuple):
-    """A description under way: its steps in their order, and tensors that are zero by their storage."""
+    """A description under way: its steps in their order, tensors that are zero by their storage, each with the first
+    step of its part, and these first steps."""
 
     steps: list[tuple]
-    zeroed: dict[int, Tensor]
+    zeroed: dict[int, tuple[Tensor, int]]
+    parts: list[int]
 
 
 @contextmanager
 def _describing() -> Iterator[Builder]:
     """Inside, launches are noted."""
-    before, local.builder = getattr(local, "builder", None), Builder([], {})
+    before, local.builder = getattr(local, "builder", None), Builder([], {}, [0])
     try:
         with torch.no_grad():
             yield local.builder
@@ -197,6 +212,53 @@ class _Memory(NamedTuple):
     dtype: torch.dtype
 
 
+class _Room(NamedTuple):
+    """Bytes of the scratch, and the steps from the first to the last that they are taken in."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+def _scratch(
+    builder: Builder, owned: Container[int]
+) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:  # fmt: skip
+    """Bytes of the scratch, the offset of each storage that nobody owns, and offset and bytes to clear before a step.
+
+    Two share bytes where the last step of one is before the first of the other. Zeros of a part lie side by side.
+    """
+    blocks: dict[tuple, dict[int, int]] = {}  # bytes by storage, of what is placed as one
+    lives: dict[tuple, tuple[int, int]] = {}
+    for number, step in enumerate(builder.steps):
+        for x in _tensors_of(step):
+            storage = _storage(x)
+            if storage in owned:
+                continue
+            _, part = builder.zeroed.get(storage, (None, None))
+            block = (storage,) if part is None else (ZEROS, part)
+            first, _ = lives.get(block, (number if part is None else part, 0))
+            blocks.setdefault(block, {})[storage] = rounded(x.untyped_storage().nbytes())
+            lives[block] = first, number
+    rooms: list[_Room] = []
+    places, zeroed = {}, {}
+    # the largest first, each in the first gap
+    for block in sorted(blocks, key=lambda x: (-sum(blocks[x].values()), lives[x])):
+        size, (first, last), begin = sum(blocks[block].values()), lives[block], 0
+        for room in sorted(rooms):
+            if room.first <= last and first <= room.last:
+                if begin + size <= room.begin:
+                    break
+                begin = max(begin, room.end)
+        rooms.append(_Room(begin, begin + size, first, last))
+        if block[0] is ZEROS:
+            zeroed[first] = begin, size
+        for storage, own in blocks[block].items():
+            places[storage] = begin
+            begin += own
+    return max((room.end for room in rooms), default=0), places, zeroed
+
+
 class Program:
     """Launches and copies on memory by owner: the inputs, the outputs' allocations, a workspace, then scratch."""
 
@@ -207,8 +269,7 @@ class Program:
         self.device, self.memory = device, []
         self.outputs: list[tuple[int | None, tuple | None]] = []  # number and view of each; None: no tensor here
         self.owners = {_storage(x): (owner, 0) for owner, x in enumerate(inputs)}
-        self.scratch_bytes = zero_bytes = 0
-        self.cleared: list[tuple[int, int, int]] = []  # owner, offset, bytes
+        self.launches: list[Launcher] = []
         workspace = len(inputs) + sum(x is not None and n not in rooms for n, x in enumerate(outputs))
         self.scratch, self.has_workspace = workspace + bool(rooms), bool(rooms)
         for number, x in enumerate(outputs):
@@ -231,19 +292,14 @@ class Program:
                 shape, stride = (x.shape, x.stride()) if view is None else ((size // x.itemsize,), (1,))
                 self.memory.append(_Memory(shape, stride, x.dtype))
             if storage in builder.zeroed:
-                self.cleared.append((*self.owners[storage], size))
-        used = [x for step in builder.steps for x in _tensors_of(step)]
-        for zeroed in (False, True):  # zeros lie side by side, to be cleared at once
-            begin = self.scratch_bytes
-            for x in used:
-                storage = _storage(x)
-                if storage not in self.owners and (storage in builder.zeroed) == zeroed:
-                    self.owners[storage] = self.scratch, self.scratch_bytes
-                    self.scratch_bytes += rounded(x.untyped_storage().nbytes())
-            zero_bytes = self.scratch_bytes - begin
-        if zero_bytes:
-            self.cleared.append((self.scratch, self.scratch_bytes - zero_bytes, zero_bytes))
-        self.launches: list[Launcher] = [self._launcher(*step) for step in builder.steps]
+                self.launches.append(Clear(*self.owners[storage], size, device))
+        self.scratch_bytes, places, zeroed = _scratch(builder, self.owners)
+        self.owners |= {storage: (self.scratch, offset) for storage, offset in places.items()}
+        for number, step in enumerate(builder.steps):
+            cleared = zeroed.get(number)
+            if cleared is not None:
+                self.launches.append(Clear(self.scratch, *cleared, device))
+            self.launches.append(self._launcher(*step))
         self.owners = {}  # of tensors that are gone
 
     @classmethod
@@ -277,8 +333,6 @@ class Program:
             tensors.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
         addresses = [x.data_ptr() for x in tensors]
         stream = current_stream(device)
-        for owner, offset, size in self.cleared:
-            clear(addresses[owner] + offset, size, device, stream)
         for one in self.launches:
             one.start(addresses, tensors, stream)
         return tuple([

@@ -53,15 +53,12 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
 from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.scores import (
-    dp_codes,
     dp_minus_delta,
-    dp_of_codes,
     ds_operand,
     keys_and_scales,
     probabilities,
     same_of_pairs,
     scores,
-    value_scales,
 )
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
@@ -87,7 +84,7 @@ def accumulate(
     KIND: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Consumer warpgroup: dK and dV of 64 keys, and half of dQ^T, or of dQ, of every query block."""
-    k_t_smem, ds_smem, dq_smem, ones, out_smem, places = own_smem
+    k_t_smem, ds_smem, dq_smem, ones, places = own_smem
     dq_desc, dk_desc, dv_desc = descriptors
     full, empty, ds_full, ds_empty = barriers.full, barriers.empty, barriers.ds_full, barriers.ds_empty
     dq_sem, key_mask, sparse, group = tensors.dq_semaphore, tensors.key_mask, tensors.block_sparse, sizes.group
@@ -115,9 +112,7 @@ def accumulate(
     HEAD: gl.constexpr = 1 if IN_PIECES else WIDTH.head_dim
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     s_init = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
-    INT8_DP: gl.constexpr = tensors.v_scale is not None
-    if not INT8_DP:
-        dp_init = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    dp_init = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     dq_init = gl.zeros([ROWS, ROWS], gl.float32, DQ_LAYOUT)
     dq_part = dq_smem[0].index(CONSUMER)
     pitch, begun = sizes.blocks_q * BLOCK_Q, 0
@@ -134,9 +129,6 @@ def accumulate(
         first_k = work_tile.first + CONSUMER * ROWS
         keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
         sum_scale = dq_sum_scale_of(work_tile, tensors, factors)
-        v_scale = None
-        if INT8_DP:
-            v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
         acc_init = gl.zeros([ROWS, PIECE], gl.float32, OUT_LAYOUT)
         dk_acc, dv_acc = repeated(acc_init, PIECES), repeated(acc_init, VALUE_PIECES)
         mbarrier.wait(barriers.keys_full, tile_index & 1)
@@ -199,20 +191,15 @@ def accumulate(
                     # alone in flight across the loop's end: of two, ptxas would wait at once
                     s = warpgroup_mma_wait(0, deps=[s])
                     mbarrier.wait(full.index(stage * 3 + 1), phase)
-                    if INT8_DP:
-                        dp = dp_codes(memory.v, CONSUMER, memory.do, stage, s_init, TILE.half_n and IN_ORDER)
-                    else:
-                        dp = dp_minus_delta(  # dP^T - delta = V dO^T - delta
-                            ones, memory.delta, memory.v, CONSUMER, memory.do, stage, dp_init, TILE.half_n and IN_ORDER
-                        )
+                    dp = dp_minus_delta(  # dP^T - delta = V dO^T - delta
+                        ones, memory.delta, memory.v, CONSUMER, memory.do, stage, dp_init, TILE.half_n and IN_ORDER
+                    )
                     p, whole = probabilities(  # P^T = exp2(S^T - lse)
                         s, rows, key_scale, keys, keep_key, first_q, first_k, work_tile, seq_q, group, key_mask,
                         sparse, tensors.bias, at, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                     )  # fmt: skip
                     p_fp8 = operand_float8(p, OPERAND)
                     dp = warpgroup_mma_wait(0, deps=[dp])
-                    if INT8_DP:
-                        dp = dp_of_codes(dp, memory.delta.index(stage), 0, v_scale, BLOCK_Q, S_LAYOUT)
                     ds_fp8 = ds_operand(p, dp, whole, keep_key, key_mask, sparse, KIND, part == 0, S_LAYOUT, OPERAND)
                     mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
                     store_transposed(ds_smem.index(slot * CONSUMERS + CONSUMER), result(ds_fp8, S_LAYOUT))
@@ -287,9 +274,8 @@ def accumulate(
             store_dq(dq_part, dq * sum_scale, dq_sem, counter_before)
             add_dq(dq_desc, dq_part, last_row, column + last_block * BLOCK_Q, dq_sem, counter, rank, count)
         release_dq_semaphore(dq_sem, counter)
-        # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie; V's codes have not the room
-        own = memory.v.index(CONSUMER * VALUE_PIECES) if out_smem is None else out_smem.index(CONSUMER)
-        out = as_tiles(dq_part if PERSISTENT else own, dk_desc, 1)
+        # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie
+        out = as_tiles(dq_part if PERSISTENT else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
         dk_acc = scaled(dk_acc, factors.scale)
         store_both(dk_acc, dv_acc, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER, KIND, WIDTH, OUT_LAYOUT)
     # what TMA still reads must outlive the program's shared memory
@@ -306,8 +292,7 @@ def backward_kernel(
     """dQ, dK and dV of ``tiles_per_cta`` tiles of 128 keys of one key head, over its query heads; ``programs`` a head.
 
     Of `row_values_kernel`: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
-    parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. Where dP is INT8, of
-    `int8_dp`: v_desc and do_desc, codes; rows_desc and delta_desc, two of PLANES at a time. dq_desc: (heads * D,
+    parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
     if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
     a piece. dk_desc, dv_desc: dk and dv as rows. tensors, heads_k to upper, KIND: `arguments`; where blocks of keys
@@ -354,12 +339,9 @@ def backward_kernel(
     v, do = buffers(v_desc, CONSUMERS * VALUE_PIECES), buffers(do_desc, STAGES * VALUE_PIECES)
     q_t, k_t = buffers(q_t_desc, STAGES * PIECES), allocate_k_t(PIECES, PIECE)
     do_t, rows = buffers(do_t_desc, STAGES * VALUE_PIECES), buffers(rows_desc, STAGES)
-    scales, delta, ones, out = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES), None, None
+    scales, delta = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES)
+    ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     places = ()
-    if tensors.v_scale is None:
-        ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
-    elif not (WIDTH.backward.persistent and not IN_ORDER and tensors.work_splits is None):
-        out = buffers(dk_desc, CONSUMERS)
     ds = allocate_ds(BLOCK_Q)
     dq = ()
     for _ in gl.static_range(BOXES if PIECES > 1 else 1):
@@ -370,11 +352,10 @@ def backward_kernel(
     mbarrier.init(keys_empty, count=CONSUMERS)
     full, empty = ring_barriers(STAGES, 3)
     ds_full, ds_empty = ds_barriers()
-    if ones is not None:
-        CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
-        weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
-        weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
-        ones.store(weight.to(ones.dtype))
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
+    weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
+    ones.store(weight.to(ones.dtype))
     if VARLEN:
         places = (share_place(place),)
     fence_async_shared()
@@ -382,7 +363,7 @@ def backward_kernel(
     memory = Loaded(q, k, v, do, q_t, do_t, rows, delta, scales)
     barriers = Barriers(keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    own = (k_t, ds, dq, ones, out, places)
+    own = (k_t, ds, dq, ones, places)
     written = (dq_desc, dk_desc, dv_desc)
     heads = (work_tile.head * group, work_tile.head * group + group)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)

@@ -63,14 +63,12 @@ from sagebwd.kernels.sm90.backward.pieces import (
     scaled,
 )
 from sagebwd.kernels.sm90.backward.scores import (
-    dp_of_codes,
     ds_operand,
     keys_and_scales,
     plane,
     probabilities,
     same_of_pairs,
     scores,
-    value_scales,
 )
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
@@ -185,12 +183,8 @@ def accumulate(
     begin, end, loops = m_range.begin, m_range.end, m_range.loops
     first_k = work_tile.first + CONSUMER * ROWS
     keys, keep_key, key_scale = keys_and_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
-    INT8_DP: gl.constexpr = tensors.v_scale is not None
-    v_scale = None
-    if INT8_DP:
-        v_scale = value_scales(tensors, work_tile, z_k, first_k, sizes, ROW)
     s_init = gl.zeros([ROWS, BLOCK_Q], gl.int32, S_LAYOUT)
-    dp_init = s_init if INT8_DP else gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
+    dp_init = gl.zeros([ROWS, BLOCK_Q], gl.float32, DP_LAYOUT)
     acc_init = gl.zeros([ROWS, ROWS], gl.float32, PIECE)
     rest_init = gl.zeros([ROWS, BOX], gl.float32, REST)
     dk = repeated(acc_init, PARTS)
@@ -202,8 +196,7 @@ def accumulate(
         k = loaded(k, gl.DotOperandLayout(0, S_LAYOUT, 4))
     # a bias, or an order, takes registers of its own
     HELD: gl.constexpr = WIDTH.backward.v_pieces_in_regs if tensors.bias is None and dq_sem is None else 0
-    V_OPERAND: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 4) if INT8_DP else gl.DotOperandLayout(0, DP_LAYOUT, 2)
-    held = loaded(pieces_of(memory.v, CONSUMER, PIECES)[:HELD], V_OPERAND)
+    held = loaded(pieces_of(memory.v, CONSUMER, PIECES)[:HELD], gl.DotOperandLayout(0, DP_LAYOUT, 2))
     # a block of zeros goes before the first: every step has one to compute dQ of
     store_zero_ds(ds_smem, ds_full, 0, CONSUMER, BLOCK_Q)
     first_head = z_q + work_tile.head * sizes.group
@@ -253,15 +246,12 @@ def accumulate(
                 mbarrier.arrive(empty.index(OF_Q * Q_STAGES + stage), count=1)
                 mbarrier.wait(full.index(OF_DO * Q_STAGES + stage), phase)
                 rows = memory.rows.index(stage)
-                if INT8_DP:
-                    dp = dp_init
-                else:  # dP - delta
-                    dp = gl.broadcast(plane(rows, 2, BLOCK_Q, DP_LAYOUT), dp_init)[0]
+                dp = gl.broadcast(plane(rows, 2, BLOCK_Q, DP_LAYOUT), dp_init)[0]  # -delta
                 # loop-invariant addresses would all be kept in registers through the loop, and spill
                 v, do = pieces_of(memory.v, opaque(CONSUMER), PIECES), pieces_of(memory.do, opaque(stage), PIECES)
                 v = held + v[HELD:]
                 # dP^T - delta = V dO^T - delta
-                dp = warpgroup_mma(v[0], do[0].permute((1, 0)), dp, use_acc=not INT8_DP, is_async=True)
+                dp = warpgroup_mma(v[0], do[0].permute((1, 0)), dp, is_async=True)
                 for piece in gl.static_range(1, PIECES):
                     dp = warpgroup_mma(v[piece], do[piece].permute((1, 0)), dp, is_async=True)
                 p, whole = probabilities(  # P^T = exp2(S^T - lse)
@@ -269,8 +259,6 @@ def accumulate(
                     sparse, tensors.bias, entry_at, KIND, part == 0, KIND.RAGGED, BLOCK_Q, S_LAYOUT,
                 )  # fmt: skip
                 dp = warpgroup_mma_wait(0, deps=[dp])
-                if INT8_DP:  # read before the stage is free
-                    dp = dp_of_codes(dp, rows, 2, v_scale, BLOCK_Q, S_LAYOUT)
                 mbarrier.arrive(empty.index(OF_DO * Q_STAGES + stage), count=1)
                 ds_fp8 = ds_operand(p, dp, whole, keep_key, key_mask, sparse, KIND, part == 0, S_LAYOUT, OPERAND)
                 mbarrier.wait(ds_empty.index(slot), phase_slot ^ 1)
@@ -344,11 +332,9 @@ def accumulate(
     if tensors.work_splits is not None:
         dk, is_mine = sum_of_splits(dk, tensors.work_splits, work_tile, 0, CONSUMER, WIDTH, PIECE)
     if is_mine:
-        # over this warpgroup's V, of whose codes there are half as many bytes
-        TILES: gl.constexpr = PARTS // 2 if INT8_DP else PARTS
         store_gradient(
             scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc,
-            as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, TILES), work_tile, work_tile.first + CONSUMER * ROWS,
+            as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, PARTS), work_tile, work_tile.first + CONSUMER * ROWS,
             sizes, KIND.RAGGED, PIECE,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
@@ -363,7 +349,7 @@ def key_query_kernel(
 ):  # fmt: skip
     """dK of 128 keys of one key head, and what they add to dQ; arguments as `backward_kernel`'s.
 
-    rows_desc: three planes, the third -delta, and zeros, or `int8_dp.PLANES`. dq_desc: (heads * padded queries, D)
+    rows_desc: three planes, the third -delta, and zeros. dq_desc: (heads * padded queries, D)
     FP16. dk_desc: 64 channels at a time. heads_at_once: of so many heads every one gets its first program before any
     gets its second, whether blocks add to dQ in order or not.
     """

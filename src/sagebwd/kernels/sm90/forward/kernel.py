@@ -162,6 +162,7 @@ class Forward:
             tiles_taken=compact(Int32, 1),
             programs=Int32(0),
             blocks_q=Int32(0),
+            heads_at_once=Int32(0),
             lower=Int32(0),
             upper=Int32(0),
             scale=Float32(0),
@@ -193,7 +194,7 @@ class Forward:
         largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
         words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor,
-        programs: Int32, blocks_q: Int32, lower: Int32,
+        programs: Int32, blocks_q: Int32, heads_at_once: Int32, lower: Int32,
         upper: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch; arguments as `Arguments` has them."""
@@ -220,7 +221,7 @@ class Forward:
         self.kernel(
             k_atom, v_atom, q, k_tma, v_tma, q_int8, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
             (lists, words, tiles, bias), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, count,
-            blocks_q, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
+            blocks_q, heads_at_once, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
         ).launch(
             grid=[cutlass.min(programs, count), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
             min_blocks_per_mp=1,
@@ -233,7 +234,7 @@ class Forward:
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor,
         key_mask: cute.Tensor | None, mask, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
         tiles_taken: cute.Tensor, lower: Int32, upper: Int32, scale_2: Float32, tiles: Int32, blocks_q: Int32,
-        heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
+        heads_at_once: Int32, heads: Int32, group: Int32, s_mma: cute.TiledMma, o_mma: cute.TiledMma,
         q_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout,
     ):  # fmt: skip
         """Tiles of queries, one after another; the first warp loads, warps from the fifth on compute."""
@@ -245,7 +246,7 @@ class Forward:
                 memory.begin(self.warpgroups, self.stages)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        sizes = (tiles, tiles_taken, q.shape[0], k.shape[0], blocks_q, heads, group)
+        sizes = (tiles, tiles_taken, q.shape[0], k.shape[0], blocks_q, heads_at_once, heads, group)
         grid = Grid(*sizes, cu_seqlens_q, cu_seqlens_k, lower, upper, *mask)
         computing, loading = REGISTERS[self.warpgroups]
         if warp < 4:
@@ -323,6 +324,7 @@ class Forward:
         if index == 0:
             self.arrive_scheduler(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
+        program = self.tiles.ordered(grid, program)
         ring, tile_phase = Ring(Int32(0), Int32(0)), Int32(0)
         owner = self.tiles.owner(grid, program)
         while program < grid.tiles:

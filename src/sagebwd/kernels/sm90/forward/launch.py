@@ -16,10 +16,10 @@ from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
+from sagebwd.kernels.sm90.longest_first import heads_at_once
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
-from sagebwd.recipe import FP8
 
 # Rows narrower than the form are read as they are.
 FILLS = True
@@ -37,7 +37,7 @@ def prepare(direction: str, call: Call) -> Call:
 
 class Written(NamedTuple):
     """What `launch_forward` wrote beside O: Q's INT8 codes, and their FP32 scales, one a token; lse and,
-    if asked for, row maxima times log2(e), FP32."""
+    where the call keeps them, row maxima times log2(e), FP32."""
 
     q: Tensor
     q_scale: Tensor
@@ -57,7 +57,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
     q = q if fits_tma(q) else contiguous(q)
-    written = launch_forward(call, q, quantized, v, o, with_row_max=call.recipe.dv == FP8)
+    written = launch_forward(call, q, quantized, v, o)
     return Saved(
         o, written.lse, written.q, written.q_scale, quantized.k, quantized.k_scale, written.row_max, quantized.k_mean
     )
@@ -68,7 +68,7 @@ def _forward_of_codes(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     made = launch_norm_rope_codes(call, q, k)
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
     given = (made.q, made.q_scale)
-    written = launch_forward(call, None, made.k, v, o, with_row_max=call.recipe.dv == FP8, codes=given)
+    written = launch_forward(call, None, made.k, v, o, codes=given)
     return Saved(
         o, written.lse, *given, made.k.k, made.k.k_scale, written.row_max, made.k.k_mean, made.q_inverse_rms,
         made.k_inverse_rms,
@@ -81,7 +81,7 @@ def _fit(v: Tensor) -> Tensor:
 
 
 def launch_forward(
-    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor, *, with_row_max: bool,
+    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor,
     codes: tuple[Tensor, Tensor] | None = None,
 ) -> Written:  # fmt: skip
     """Write o, and what is given back.
@@ -94,15 +94,16 @@ def launch_forward(
     if codes is None:
         empty = torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device)
         codes = empty, queries.per_token(device)
-    written = Written(*codes, queries.per_token(device), queries.per_token(device) if with_row_max else None)
+    written = Written(*codes, queries.per_token(device), queries.per_token(device) if call.keeps_row_max else None)
     heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
     tile = widths.width(call.head_dim, call.value_dim).forward_of(call.lists is not None)
+    programs, blocks_q = num_sms(call.device), queries.blocks(tile.queries)
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
         lists=call.lists is not None, bias="" if bias is None else str(bias.dtype).removeprefix("torch."),
-        negative=call.scale < 0, row_max=with_row_max, rotation=call.rotation, lacking=call.lacking,
-        q_codes=q is None,
+        negative=call.scale < 0, row_max=call.keeps_row_max, exact=call.max_logits, rotation=call.rotation,
+        lacking=call.lacking, q_codes=q is None,
     )  # fmt: skip
     arguments = Arguments(
         q=q,
@@ -123,8 +124,10 @@ def launch_forward(
         cu_seqlens_q=queries.cu_seqlens,
         cu_seqlens_k=call.keys.cu_seqlens,
         tiles_taken=quantized.tiles_taken,
-        programs=num_sms(call.device),
-        blocks_q=queries.blocks(tile.queries),
+        programs=programs,
+        blocks_q=blocks_q,
+        # a head of more tiles fills the programs, and more heads' keys and values do not fit L2
+        heads_at_once=heads_at_once(blocks_q, queries.heads_in_all, programs) if 2 * blocks_q <= programs else 1,
         lower=band["lower"] if band["HAS_LOWER"] else 0,
         upper=band["upper"] if band["HAS_UPPER"] else 0,
         scale=abs(call.scale),

@@ -110,6 +110,7 @@ class Producer:
     def load(self, atoms, tensors, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
         """Load K and V of all tiles that the program takes."""
         program, _, _ = cute.arch.block_idx()
+        program = self.tiles.ordered(grid, program)
         source = Source(atoms, tensors, memory, key_mask, grid)
         ring, tile_phase = Ring(Int32(0), Int32(1)), Int32(1)
         owner = self.tiles.owner(grid, program)
@@ -126,7 +127,7 @@ class Producer:
             program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
             if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
                 grid.taken[0] = Int32(0)
-        program = cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0]
+        program = self.tiles.ordered(grid, cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0])
         owner = self.tiles.owner(grid, program)
         cute.arch.mbarrier_wait(memory.tile_empty, tile_phase)
         if cute.arch.lane_idx() == 0:

@@ -19,6 +19,7 @@ class Grid(NamedTuple):
     tokens_q: Any
     tokens_k: Any
     blocks_q: Any  # tiles of a head, where calls are packed of all sequences as `common.tile.padded_block` has them
+    heads_at_once: Any  # `longest_first.heads_at_once`
     heads: Any
     group: Any  # heads that share one of K's
     cu_seqlens_q: Any
@@ -63,6 +64,26 @@ class Tiles:
     def values_of_head(self, x: cute.Tensor, head, batch):
         """A head's values of x, (T, H[, B])."""
         return x[None, head] if self.variant.varlen else x[None, head, batch]
+
+    @cute.jit
+    def ordered(self, grid, number: Int32):
+        """The tile that is taken as the ``number``-th: under a causal mask the longest of some heads go first."""
+        variant, tile = self.variant, number
+        if const_expr(variant.upper and not (variant.lower or variant.lists or variant.varlen)):
+            tile = self.interleaved(grid, number)
+        return tile
+
+    @cute.jit
+    def interleaved(self, grid, number: Int32):
+        """The tile where ``heads_at_once`` heads take turns; beyond the last, the number."""
+        tile = number
+        if number < grid.tiles:
+            together = grid.heads_at_once * grid.blocks_q
+            first = number // together * grid.heads_at_once
+            heads = cutlass.min(grid.heads_at_once, grid.tiles // grid.blocks_q - first)
+            within = number % together
+            tile = (first + within % heads) * grid.blocks_q + within // heads
+        return tile
 
     @cute.jit
     def owner(self, grid, program: Int32):

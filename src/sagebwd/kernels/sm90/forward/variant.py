@@ -30,6 +30,7 @@ class Variant:
     bias: str = ""  # of which dtype the mask's elements are added, if they are
     negative: bool = False  # a negative softmax scale
     row_max: bool = False  # row maxima are written
+    exact: bool = False  # those of S, not what 16-bit P says of them
     rotation: tuple[int, ...] = ()  # sizes of R's blocks where Q and K are rotated
     lacking: tuple[int, int] = (0, 0)  # channels of head_dim that Q lacks, and of value_dim V and O: zeros
     q_codes: bool = False  # Q comes as codes and scales, which a pass before made
@@ -56,9 +57,9 @@ class Variant:
     def bounded(self) -> bool:
         """Whether blocks without a mask have a loop that takes no maxima, for queries whose scores cannot grow far.
 
-        BF16 has the range of FP32, in which P may grow.
+        BF16 has the range of FP32, in which P may grow. Row maxima are then those of P, to BF16's digits.
         """
-        return self.dtype == "bfloat16" and (self.lists or not self.key_mask)
+        return self.dtype == "bfloat16" and (self.lists or not self.key_mask) and not self.exact
 
     @property
     def tiles_met(self) -> int:
@@ -69,9 +70,9 @@ class Variant:
 class Arguments(NamedTuple):
     """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
 
-    ``cu_seqlens``: INT32, where calls are packed; ``blocks_q``: tiles of a head (`Packing.blocks`); ``lower``,
-    ``upper``: bounds on key - query, which packed calls count from the sequences' ends; ``scale``: the softmax
-    scale's magnitude.
+    ``cu_seqlens``: INT32, where calls are packed; ``blocks_q``: tiles of a head (`Packing.blocks`);
+    ``heads_at_once``: heads whose tiles take turns (`longest_first`); ``lower``, ``upper``: bounds on key - query,
+    which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
     """
 
     q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last; None: codes
@@ -96,6 +97,7 @@ class Arguments(NamedTuple):
     tiles_taken: Any  # INT32, one 0, which counts up and ends at 0
     programs: Any  # how many there are at most; each takes tiles as it comes free
     blocks_q: Any
+    heads_at_once: Any
     lower: Any
     upper: Any
     scale: Any

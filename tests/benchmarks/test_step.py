@@ -1,0 +1,135 @@
+"""The benchmark of whole training steps, on a CPU at small sizes."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import __main__ as cli
+from benchmarks import step as bench
+from benchmarks.step_attentions import FLASH_4, FUSED, OURS, SDPA, UNMASKED, Attentions, names_of
+from benchmarks.step_models import DEFAULT, MODELS
+from sagebwd.integrations import transformers as integration
+from tests.commands import runner
+
+pytestmark = pytest.mark.rounding
+LLAMA = bench.Case("llama-1b-128", 16, False)
+ONE = {"layers": 1, "total": 32, "rounds": 1, "steps": 1}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("float8")])
+def test_a_model_computes_with_ours_what_it_does_with_others(name):
+    model = MODELS[name]
+    trained = model.build(3 if name == "flux" else 1, 32, 32, "cpu", False, "chunked")
+    losses = []
+    for attention in (names_of(model, False)[0], OURS):
+        with Attentions(model, trained).applied(attention):
+            losses.append(trained.loss(0))
+    assert losses[0].requires_grad
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
+
+
+def test_the_models_own_loss_is_that_of_a_whole_batch():
+    plain, chunked = (
+        MODELS["llama-1b-64"].build(1, 16, 32, "cpu", False, loss).loss(0) for loss in ("plain", "chunked")
+    )
+    assert (plain - chunked).abs() < 0.1  # of other labels, and weights
+
+
+def test_a_vocabulary_is_cut_as_layers_are():
+    whole, cut = (MODELS["qwen3-4b"].timed(layers, "cuda") for layers in (36, None))
+    assert whole == (36, 151936)
+    assert cut == (4, 16896)
+    assert set(DEFAULT) <= MODELS.keys()
+
+
+def test_names_that_are_another_attention_are_left_out():
+    llama, gemma, gpt_oss = (MODELS[name] for name in ("llama-8b", "gemma3-4b", "gpt-oss-20b"))
+    assert UNMASKED in names_of(llama, True)
+    assert UNMASKED not in {*names_of(llama, False), *names_of(gemma, True)}
+    assert SDPA not in names_of(gpt_oss, True)
+    assert FUSED not in names_of(MODELS["flux"], False)
+
+
+def test_attentions_of_a_case_are_timed_and_errors_are_recorded():
+    names = SDPA, FLASH_4, OURS, FUSED
+    rows = {row.attention: row for row in bench.measure(LLAMA, names, "cpu", **ONE)}
+    assert tuple(rows) == names
+    absent = rows.pop(FLASH_4)
+    assert absent.gate.startswith("does not run: ImportError")
+    assert (absent.ms, absent.over_best, absent.best) == (None, None, SDPA)
+    for row in rows.values():
+        assert row.gate == "ok"
+        assert row.gradient_cosine > 0.99
+        assert len(row.all_ms) == 1
+        assert row.over_best == rows[SDPA].ms / row.ms
+        assert row.parts["other"] > 0
+    assert rows[SDPA].attention_share > 0
+
+
+def test_an_attention_that_is_wrong_is_marked_and_not_compared(monkeypatch):
+    right = integration.sage_attention
+    monkeypatch.setattr(integration, "sage_attention", lambda q, k, v, **given: -right(q, k, v, **given))
+    theirs, ours = bench.measure(LLAMA, (SDPA, OURS), "cpu", **ONE)
+    assert theirs.gate == "ok"
+    assert ours.gate.startswith("wrong: ")
+    assert ours.ms > 0
+    assert (ours.best, ours.over_best) == (SDPA, None)
+
+
+def test_a_loss_that_is_off_is_marked(monkeypatch):
+    monkeypatch.setattr(bench, "LOSS_OFF", -1.0)
+    (row,) = bench.measure(LLAMA, (SDPA,), "cpu", **ONE)
+    assert row.gate == f"wrong: loss {row.loss_value:.3f} where {row.loss_value:.3f}"
+
+
+def test_sdpa_without_a_mask_is_a_contender_where_models_are_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda x: x)
+    rows = bench.measure(bench.Case("llama-1b-128", 16, True), (SDPA, UNMASKED), "cpu", **ONE)
+    assert [(row.attention, row.gate) for row in rows] == [(SDPA, "ok"), (UNMASKED, "ok")]
+
+
+def test_what_compiles_as_it_is_timed_has_no_time(monkeypatch):
+    step = bench._step
+
+    def compiling(*given):
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] += 1
+        step(*given)
+
+    monkeypatch.setattr(bench, "_step", compiling)
+    (row,) = bench.measure(LLAMA, (SDPA,), "cpu", **ONE)
+    assert (row.gate, row.ms) == ("does not run: RuntimeError: compiled as it was timed", None)
+
+
+def test_the_command_prints_and_writes_and_keeps_other_models(monkeypatch, capsys, tmp_path):
+    run = runner(cli.main, monkeypatch, capsys)
+    options = "--device", "cpu", "--eager", "--rounds", 1, "--steps", 1, "--layers", 1, "--attention", "sdpa"
+    options += "--output", tmp_path, "--commit", "abc", "--kernels-hash", "def"
+    for name in ("llama-1b-64", "llama-1b-128"):
+        code, out, err = run("step", *options, "--model", name, "--tokens", 16)
+        assert code == 0, err
+        assert f"{name}, 16 tokens, eager, batch 8, 1 of 16 layers" in out
+    (path,) = tmp_path.glob("step_cpu_*_abc.json")
+    content = json.loads(path.read_text())
+    assert content["kernels"] == "def"
+    assert [row["model"] for row in content["rows"]] == ["llama-1b-64", "llama-1b-128"]
+    code, out, err = run("step", *options, "--model", "llama-1b-64", "--seconds", 0)
+    assert code != 0
+    assert "--seconds" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "accepted"),
+    [("--model", "llama-2b", "llama-1b-128"), ("--tokens", "8M", "8K"), ("--attention", "fa4", FLASH_4)],
+)
+def test_the_command_names_what_it_accepts(option, value, accepted, monkeypatch, capsys):
+    code, _, err = runner(cli.main, monkeypatch, capsys)("step", "--device", "cpu", option, value)
+    assert code == 2
+    assert value in err
+    assert accepted in err
+
+
+def test_lengths():
+    from benchmarks.commands import tokens_of
+
+    assert [tokens_of(text) for text in ("8192", "8K", "1k")] == [8192, 8192, 1024]
