@@ -28,21 +28,12 @@ if TYPE_CHECKING:
 
 
 def choice_of(
-<<<<<<< HEAD
     attention: Callable, *given: object, card: str | None = None, **options: object
-=======
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
-    block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
-    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False, return_max_logits: bool = False,
-    card: str | None = None,
->>>>>>> h-house
 ) -> tuple[Choice, Arguments]:  # fmt: skip
     """Who runs a call of ``attention``, `sage_attention` or `sage_attention_varlen`, and what decides it.
 
     Raises as that. card: as of `sagebwd.auto.choice.choose`, in place of that of the tensors.
     """
-<<<<<<< HEAD
     bound = inspect.signature(attention).bind(*given, **options)
     bound.apply_defaults()
     call = bound.arguments
@@ -53,35 +44,6 @@ def choice_of(
         names = "query", "key", "value", "attn_mask"
         four = in_four_dimensions(*(call[name] for name in (*names, "enable_gqa")))
         checked = arguments_of(**(call if four is None else call | dict(zip(names, four[3:]))))
-=======
-    checks.kind(query, key, value, sinks)
-    four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
-    if four is not None:
-        query, key, value, attn_mask = four[3:]
-    checked = arguments_of(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
-        impl, return_lse, return_max_logits,
-    )  # fmt: skip
-    return _choice_on(card, checked)
-
-
-def packed_choice_of(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
-    sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
-    return_max_logits: bool = False, card: str | None = None,
-) -> tuple[Choice, Arguments]:  # fmt: skip
-    """The same of `sage_attention_varlen`."""
-    checked = packed_arguments_of(
-        query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
-        sinks, recipe, impl, return_lse, return_max_logits, card,
-    )  # fmt: skip
-    return _choice_on(card, checked)
-
-
-def _choice_on(card: str | None, checked: Arguments) -> tuple[Choice, Arguments]:
-    """Who runs a call on its device, or on a GPU of a name, and what it was asked."""
->>>>>>> h-house
     if card is not None:
         checked = checked._replace(ask=checked.ask._replace(device=torch.device("cuda")))
     return checked.choice(card), checked
@@ -162,15 +124,9 @@ def arguments_of(
 
 
 def packed_arguments_of(
-<<<<<<< HEAD
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None,
-    recipe: str | Recipe, impl: str | None, return_lse: bool, card: str | None = None,
-=======
-    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
-    is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
-    impl: str | None, return_lse: bool, return_max_logits: bool, card: str | None = None,
->>>>>>> h-house
+    recipe: str | Recipe, impl: str | None, return_lse: bool, return_max_logits: bool, card: str | None = None,
 ) -> Arguments:  # fmt: skip
     """A call of `sage_attention_varlen`; raises as that. card: where one is named, tensors count as on a GPU."""
     checks.options(impl, return_lse=return_lse, return_max_logits=return_max_logits)

@@ -123,11 +123,7 @@ def sage_attention(
     spec = laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
-<<<<<<< HEAD
-        return run(plan, given, mask, return_lse)
-=======
-        return _run(plan, given, mask, *more)
->>>>>>> h-house
+        return run(plan, given, mask, *more)
     checks.kind(query, key, value, sinks)
     options = {"window": window, "recipe": recipe, "impl": impl, "return_lse": return_lse}
     options |= {"return_max_logits": return_max_logits}
@@ -161,11 +157,7 @@ def sage_attention(
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
-<<<<<<< HEAD
-    return run(plan, given, mask, return_lse)
-=======
-    return _run(plan, given, mask, *more)
->>>>>>> h-house
+    return run(plan, given, mask, *more)
 
 
 def sage_attention_varlen(
@@ -209,20 +201,11 @@ def sage_attention_varlen(
     if torch._C._is_any_autocast_enabled() and checks.are_tensors(query, key, value):
         query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
-<<<<<<< HEAD
-    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, max_seqlen_q, max_seqlen_k)
-    plan = None if spec is None else PLANS.get(spec)
-    if plan is not None:
-        return run(plan, given, None, return_lse)
-    checked = packed_arguments_of(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window, sinks,
-        recipe, impl, return_lse,
-=======
     lengths, more = (max_seqlen_q, max_seqlen_k), (return_lse, return_max_logits)
     spec = spec_of(given, None, recipe, window, is_causal, scale, impl, *more, *lengths)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
-        return _run(plan, given, None, *more)
+        return run(plan, given, None, *more)
     shares = None if spec is not None else shares_of(query, key, value, None, sinks, packed=True)
     if shares is not None:
         *rows, _, own = shares.tensors
@@ -232,18 +215,12 @@ def sage_attention_varlen(
         )  # fmt: skip
         return shares.whole(outcome)
     checked = packed_arguments_of(
-        query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
-        *more,
->>>>>>> h-house
+        query, key, value, cu_seqlens_q, cu_seqlens_k, *lengths, is_causal, scale, window, sinks, recipe, impl, *more
     )  # fmt: skip
     plan = _planned(None, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, None, None, sinks, return_lse)
-<<<<<<< HEAD
-    return run(plan, given, None, return_lse)
-=======
-    return _run(plan, given, None, *more)
->>>>>>> h-house
+    return run(plan, given, None, *more)
 
 
 def _planned(
@@ -300,22 +277,11 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
     return run
 
 
-<<<<<<< HEAD
 def run(
     plan: Plan | SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None = None,
-    return_lse: bool = False, prologue: Prologue | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The outputs of a call by its plan; prologue: of a plan that has one, without return_lse."""
-=======
-def _run(
-    plan: Plan | SdpaCall,
-    given: tuple[Tensor | None, ...],
-    mask: Mask | TracedBlockMask | None,
-    return_lse: bool,
-    return_max_logits: bool,
-) -> Tensor | tuple[Tensor, ...]:
-    """The outputs of a call by its plan."""
->>>>>>> h-house
+    return_lse: bool = False, return_max_logits: bool = False, prologue: Prologue | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """The outputs of a call by its plan; prologue: of a plan that has one, of which O alone is asked for."""
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
     if plan.__class__ is SdpaCall:
@@ -327,26 +293,16 @@ def _run(
     key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
-<<<<<<< HEAD
-        outputs = SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks, *(prologue or ()))
-        if not return_lse:
-=======
         more = return_lse or return_max_logits
-        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks)
+        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks, *(prologue or ()))
         if not more:
->>>>>>> h-house
             return outputs
         o, lse, workspace = outputs
     else:
         with device_of(q):
-<<<<<<< HEAD
             masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
             o, lse, workspace = plan.forward(q, k, v, sinks, *masks, prologue)
-    if not return_lse:
-=======
-            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
     if not (return_lse or return_max_logits):
->>>>>>> h-house
         return o
     found = [o]
     if return_lse:
@@ -378,11 +334,15 @@ def _by_operators(
     if contender is not None:
         return torch_attention.dense(checked.way, q, k, v, checked.elements, checked.scale)
     o, lse, workspace = by_operator(checked, chosen, attn_mask, mask, sinks)
-    if not return_lse:
+    if not (return_lse or checked.max_logits):
         return o
-    offsets = checked.offsets[0]  # of K's sequences there are as many
-    k_mean = ops.k_mean_of(workspace, q, k, v, sinks, offsets, *chosen)
-    return o, epilogue.true_lse(lse, q, k_mean, checked.scale, offsets, sinks)
+    found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
+    pieces = ops.pieces_in(workspace, q, k, v, sinks, offsets, *chosen, checked.max_logits)
+    if return_lse:
+        found.append(epilogue.true_lse(lse, q, pieces["k_mean"], checked.scale, offsets, sinks))
+    if checked.max_logits:
+        found.append(pieces["max_logits"].amax(-1))
+    return tuple(found)
 
 
 def by_operator(
@@ -397,17 +357,4 @@ def by_operator(
     key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
     masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
     numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
-<<<<<<< HEAD
-    return ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, *prologue)
-=======
-    o, lse, workspace = ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits)
-    if not (return_lse or checked.max_logits):
-        return o
-    found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
-    pieces = ops.pieces_in(workspace, q, k, v, sinks, offsets, *chosen, checked.max_logits)
-    if return_lse:
-        found.append(epilogue.true_lse(lse, q, pieces["k_mean"], checked.scale, offsets, sinks))
-    if checked.max_logits:
-        found.append(pieces["max_logits"].amax(-1))
-    return tuple(found)
->>>>>>> h-house
+    return ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits, *prologue)

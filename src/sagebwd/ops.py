@@ -85,57 +85,24 @@ def _(mask):
 
 @operator
 def attention(
-<<<<<<< HEAD
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None,
     mask_tiles: Tensor | None, mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int, max_seqlen_k: int, is_causal: bool, window_left: int, window_right: int, scale: float,
-    recipe: str, impl: str, deterministic: bool, eps: float | None = None, interleaved: bool | None = None,
-    q_weight: Tensor | None = None, k_weight: Tensor | None = None, q_cos: Tensor | None = None,
-    q_sin: Tensor | None = None, k_cos: Tensor | None = None, k_sin: Tensor | None = None,
+    recipe: str, impl: str, deterministic: bool, max_logits: bool = False, eps: float | None = None,
+    interleaved: bool | None = None, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+    q_cos: Tensor | None = None, q_sin: Tensor | None = None, k_cos: Tensor | None = None, k_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """O, lse of the smoothed scores, and the workspace."""
-=======
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    key_mask: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    mask_blocks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: str,
-    impl: str,
-    deterministic: bool,
-    max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
     """O, lse of the smoothed scores, and the workspace; max_logits: with the largest logits of each head."""
->>>>>>> h-house
     checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
     of_prologue = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin
     prologue = None if interleaved is None else Prologue(eps, interleaved, *of_prologue)
     tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, *of_prologue
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-<<<<<<< HEAD
-    key = "forward", *_layouts_of(tensors), *settings, eps, interleaved
+    key = "forward", *_layouts_of(tensors), *settings, max_logits, eps, interleaved
     plan = PLANS.get(key)
     if plan is None:
         of = mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, prologue
-        plan = _plan_of(q, k, (q.shape[-1], v.shape[-1]), q, *of)
-=======
-    key = "forward", *map(layout_of, tensors), *settings, max_logits
-    plan = PLANS.get(key)
-    if plan is None:
-        dims = q.shape[-1], v.shape[-1]
-        plan = _plan_of(q, k, dims, q, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, max_logits)
->>>>>>> h-house
+        plan = _plan_of(q, k, (q.shape[-1], v.shape[-1]), q, *of, max_logits)
         PLANS.put(key, plan)
     of_mask = _mask(mask, mask_tiles, mask_blocks, key_mask)
     with torch.autocast(q.device.type, enabled=False), device_of(q):
@@ -148,22 +115,15 @@ def _layouts_of(tensors: tuple[Tensor | None, ...]) -> list[Hashable]:
 
 def _plan_of(
     q: Tensor, k: Tensor, dims: tuple[int, int], x: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None,
-<<<<<<< HEAD
     cu_seqlens_k: Tensor | None, settings: tuple, sinks: Tensor | None, prologue: Prologue | None,
-=======
-    cu_seqlens_k: Tensor | None, settings: tuple, sinks: Tensor | None, max_logits: bool = False,
->>>>>>> h-house
+    max_logits: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of q and k, or of tensors that lie like them but for head_dim; x: of query's dtype and device."""
     *rest, scale, recipe, impl, deterministic = settings
     choice = _chosen(recipe, impl, dims, x, mask)
     offsets = cu_seqlens_q, cu_seqlens_k
     call = Call.of(q, k, dims, None, *offsets, *rest, scale, choice.recipe, deterministic)
-<<<<<<< HEAD
-    return Plan(choice, call._replace(prologue=prologue), q, k, sinks=sinks is not None)
-=======
-    return Plan(choice, call._replace(max_logits=max_logits), q, k, sinks=sinks is not None)
->>>>>>> h-house
+    return Plan(choice, call._replace(prologue=prologue, max_logits=max_logits), q, k, sinks=sinks is not None)
 
 
 def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None) -> Mask | None:
@@ -182,43 +142,21 @@ def pieces_in(
     return {name: pieces[name].of(workspace) for name in ("k_mean", "max_logits") if name in pieces}
 
 
-<<<<<<< HEAD
 @torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
 def _(
     q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    is_causal, window_left, window_right, scale, recipe, impl, deterministic, eps=None, *prologue,
+    is_causal, window_left, window_right, scale, recipe, impl, deterministic, max_logits=False, eps=None,
+    *prologue,
 ):  # fmt: skip
     dims, packed = (q.shape[-1], v.shape[-1]), cu_seqlens_k is not None
     choice = _chosen_in_a_trace(recipe, impl, dims, q, mask)
     sequences = cu_seqlens_k.shape[0] - 1 if packed else None
-    _, size = pieces_of(choice, dims, q, k, sequences, sinks is not None, eps is not None)
-=======
-def outputs_like(
-    choice: Choice, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, *, sinks: bool = False,
-    norm: bool = False, max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """O, lse and the workspace of a forward, of their shapes alone; the rest as of `pieces_of`."""
-    packed = cu_seqlens_k is not None
-    sequences = cu_seqlens_k.shape[0] - 1 if packed else None
-    _, size = pieces_of(choice, (q.shape[-1], v.shape[-1]), q, k, sequences, sinks, norm, max_logits)
->>>>>>> h-house
+    _, size = pieces_of(choice, dims, q, k, sequences, sinks is not None, eps is not None, max_logits)
     tokens = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty_like_rows(q, v.shape[-1]), q.new_empty(tokens, dtype=dtype), q.new_empty((size,), dtype=torch.uint8)
 
 
-<<<<<<< HEAD
-=======
-@torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
-def _(
-    q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    is_causal, window_left, window_right, scale, recipe, impl, deterministic, max_logits=False,
-):  # fmt: skip
-    choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
-    return outputs_like(choice, q, k, v, cu_seqlens_k, sinks=sinks is not None, max_logits=max_logits)
-
-
->>>>>>> h-house
 @operator
 def attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
@@ -293,11 +231,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, below, *arguments):
         q, k, v, sinks = arguments[:4]
-<<<<<<< HEAD
-        masks, settings, prologue = arguments[4:10], arguments[10:19], arguments[19:]
-=======
-        masks, settings = arguments[4:10], arguments[10:19]
->>>>>>> h-house
+        masks, settings, prologue = arguments[4:10], arguments[10:19], arguments[20:]
         o, lse, workspace = below(*arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
@@ -314,11 +248,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, dlse, _):
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-<<<<<<< HEAD
         q, k, v, o, lse, workspace, sinks, *rest = ctx.saved_tensors
         masks, tensors = rest[:6], rest[6:]
-=======
->>>>>>> h-house
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
             saved = q, k, v, o, lse, workspace, sinks, *masks
@@ -327,11 +258,7 @@ class _Attention(torch.autograd.Function):
         gradients += [None if x is None else next(rest).to(x.dtype) for x in (sinks, *tensors[:2])]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = once_differentiable((o, do, dlse), gradients)
-<<<<<<< HEAD
-        return None, *gradients[:4], *(None,) * 17, *gradients[4:], *(None,) * 4
-=======
-        return None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 1 - len(gradients))
->>>>>>> h-house
+        return None, *gradients[:4], *(None,) * 18, *gradients[4:], *(None,) * 4
 
 
 differentiable(_Attention, attention, ("q", "k", "v", "sinks", "q_weight", "k_weight"))

@@ -30,13 +30,9 @@ class Row(NamedTuple):
     filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()`` says what is
     missing here. in_torch: operators of torch run it, by no program, and backward reads q, k and v. mask_form: how its
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
-<<<<<<< HEAD
     prologue: head_dims, value's the same, at which its passes take norm and rotary embedding of Q and K too, of all
-    channels or none. powers_of_two: a width costs as much as the next of these.
-=======
-    takes_prologue: its passes take norm and rotary embedding of Q and K too. powers_of_two: a width costs as much as
-    the next of these. instead: by a field that is refused, what to name in place of the recipe.
->>>>>>> h-house
+    channels or none. powers_of_two: a width costs as much as the next of these. instead: by a field that is refused,
+    what to name in place of the recipe.
     """
 
     direction: str

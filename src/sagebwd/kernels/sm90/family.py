@@ -26,12 +26,8 @@ FAMILY = Family(
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
-<<<<<<< HEAD
         widths.of_call, _WIDTHS, mask_form=WORDS_BY_KEY, prologue=(64, 128),
-=======
-        widths.of_call, _WIDTHS, mask_form=WORDS_BY_KEY, takes_prologue=True,
         instead={"dp": "; name 'mixed', whose dP is 16 bit, or 'token(dp=int8)'"},
->>>>>>> h-house
     ),
     auto="mixed",
     gpu="a GPU of compute capability 9.0 (H100, H200)",
