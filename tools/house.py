@@ -31,8 +31,8 @@ FLOORS = (
     ("diagnostics",),
     ("integrations",),
     ("norm_rope",),
-    ("explain", "norm_rope_plan"),
-    ("attention", "norm_rope_ops", "norm_rope_attention_ops"),
+    ("explain",),
+    ("attention",),
     ("arguments", "ops"),
     ("planning",),
     ("auto",),
@@ -40,7 +40,7 @@ FLOORS = (
     ("kernels",),
     ("reference",),
     ("call", "switches"),
-    ("masks", "recipe", "sinks", "norm_rope_composed", "block_masks", "checkpointing"),
+    ("masks", "recipe", "sinks", "block_masks", "checkpointing"),
     ("cache", "counts", "derivatives", "dtensor", "environment", "extras", "numerics", "tracing", "version"),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -33,7 +33,8 @@ class Row(NamedTuple):
 
     fields: what each field of a recipe may be. form: the (head_dim, value_dim) that the kernels run for a call's,
     which are filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()``
-    says what is missing here.
+    says what is missing here. prologue: head_dims, value's the same, at which its passes normalise and rotate Q and K
+    too, all channels or none (`sagebwd.call.Prologue`).
     """
 
     direction: str
@@ -44,6 +45,7 @@ class Row(NamedTuple):
     form: Callable[[int, int], tuple[int, int] | None]
     widths: str
     needs: str | None = None
+    prologue: tuple[int, ...] = ()
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -85,7 +87,7 @@ ROWS = (
             "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
             "smooth_k": (True,),
         },
-        widths.of_call, _HOPPER_WIDTHS, needs="sagebwd.kernels.sm90.forward.compile",
+        widths.of_call, _HOPPER_WIDTHS, needs="sagebwd.kernels.sm90.forward.compile", prologue=(64, 128),
     ),
     Row(
         FORWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.forward_form,
@@ -104,7 +106,7 @@ ROWS = (
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
-        widths.of_call, _HOPPER_WIDTHS,
+        widths.of_call, _HOPPER_WIDTHS, prologue=(64, 128),
     ),
     Row(
         BACKWARD, "mma_sync", "sagebwd.kernels.mma_sync.launch", KERNEL_DTYPES, _MMA_SYNC, variant.backward_form,
