@@ -173,7 +173,7 @@ def test_errors_within_a_trace_are_the_attentions(stand_in):  # noqa: F811
 def test_opcheck(stand_in):  # noqa: F811
     q, k, v, q_weight, k_weight = Given(Case(heads=(2, 2))).leaves
     tables = Case(heads=(2, 2)).prologue()[4:]
-    rest = *(None,) * 7, 21, 21, True, -1, -1, 0.3, "mixed", "hopper/hopper", False
+    rest = *(None,) * 7, 21, 21, True, -1, -1, 0.3, "mixed", "hopper/hopper", False, False
     for weights, eps in (((q_weight, k_weight), EPS), ((q_weight, None), EPS), ((None, None), None)):
         arguments = q, k, v, *rest, eps, False, *weights, *tables
         assert set(torch.library.opcheck(ATTENTION, arguments).values()) == {"SUCCESS"}
