@@ -31,8 +31,8 @@ class Row(NamedTuple):
     filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()`` says what is
     missing here. in_torch: operators of torch run it, by no program, and backward reads q, k and v. mask_form: how its
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
-    prologue: head_dims, value's the same, at which its passes normalise and rotate Q and K too, all channels or none
-    (`sagebwd.call.Prologue`). powers_of_two: a width costs as much as the next of these.
+    prologue: head_dims, value's the same, at which its passes take norm and rotary embedding of Q and K too, of all
+    channels or none. powers_of_two: a width costs as much as the next of these.
     """
 
     direction: str

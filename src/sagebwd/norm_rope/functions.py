@@ -15,6 +15,7 @@ from sagebwd.cache import PLANS
 from sagebwd.call import Prologue
 from sagebwd.derivatives import savable
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.families import REFERENCE
 from sagebwd.norm_rope import ops
 from sagebwd.norm_rope.arguments import check, prologue_of
 from sagebwd.norm_rope.composed import HALF, norm_rope
@@ -164,7 +165,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def _runs_kernels(query: Tensor, key: Tensor, impl: str | None) -> bool:
-    if impl == "reference" or (impl is None and not query.is_cuda):
+    if impl == REFERENCE.name or (impl is None and not query.is_cuda):
         return False
     if torch.float64 in (query.dtype, key.dtype) or query.shape[-1] > MAX_HEAD_DIM:
         return False

@@ -53,7 +53,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, given: tuple, attention: 
     tensors = query, key, value, *masks, *weights, cos, sin, *(ids if isinstance(ids, tuple) else (ids, ids))
     cast = autocast_dtype(query.device) if torch._C._is_any_autocast_enabled() and isinstance(query, Tensor) else None
     rest = [x for x in attention.values() if not isinstance(x, Tensor)]
-    of_attention = attention.get("recipe", AUTO), attention.get("window")
+    of_attention = attention.get("recipe", _DENSE["recipe"]), attention.get("window")
     return specification.spec_of(tensors, None, *of_attention, tuple(attention), eps, rope, cast, *rest)
 
 
