@@ -51,7 +51,7 @@ test-newest: $(INSTALLED)
 package: $(INSTALLED)
 	$(BIN)/python -m tools.package
 
-# docs/reference, from the docstrings, then site/ from all pages: open site/index.html. A broken link is an error.
+# docs/reference, from the docstrings (git ignores it), then site/ from all pages: open site/index.html. A broken link is an error.
 docs: $(INSTALLED) $(VENV)/.site
 	PYTHONPATH=src $(BIN)/python -m tools.reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

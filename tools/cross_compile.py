@@ -3,11 +3,10 @@
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS] [UNTIL]` prints one JSON line a kernel; ARCH
 "hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
 too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
-`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" no machine code is made, and a line has
-the "assembly" alone, with "ptx" that text; with "forward" backward is left out. "loops" has instructions,
-`stall_cycles` and registers stored and loaded of each loop with products, "assembly" the inline assembly that takes
-several elements at once. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be
-compiled; `serve` in place of arguments answers several.
+`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ptx" no machine code is made, and a line has
+that text alone; with "forward" backward is left out. "loops" has instructions, `stall_cycles` and registers stored and
+loaded of each loop with products. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1
+cannot be compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
@@ -59,10 +58,6 @@ FORMS = (
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 ENCODING = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/")
-ASSEMBLY = re.compile(
-    r'tt\.elementwise_inline_asm "([^"]*)" .* packed_element = (\d+) .* -> tensor<\w+, (.+?)>(?: loc\(|$)',
-    re.MULTILINE,
-)
 MATRIX = re.compile(r"\b(IMMA|IGMMA|HMMA|HGMMA|QGMMA|UTC\w*MMA)\b")
 
 
@@ -170,16 +165,6 @@ def _matrix(lines: list[str], loop: tuple[int, int]) -> bool:
     return any(MATRIX.search(line) for line in lines[loop[0] : loop[1]])
 
 
-def packed_assembly(ttgir: str) -> list[dict]:
-    """Inline assembly that takes several elements at once: its text, how many, and the layout that says which."""
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
-    return [
-        {"text": text, "pack": int(pack), "layout": layouts.get(layout, layout)}
-        for text, pack, layout in ASSEMBLY.findall(ttgir)
-        if int(pack) > 1
-    ]
-
-
 def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
     """Tensor-core products by operand type, shared memory, and local-memory traffic of a compiled kernel."""
     lines = sass(kernel)
@@ -197,7 +182,6 @@ def describe(fn: JITFunction, kernel: triton.compiler.CompiledKernel) -> dict:
         "spills_in_loops": sum(loop["STL"] + loop["LDL"] for loop in loops),
         "instructions_in_loops": sum(loop.total() for loop in loops),
         "registers": registers(kernel),
-        "assembly": packed_assembly(kernel.asm["ttgir"]),
         "ptx": kernel.asm["ptx"],
         "loops": [
             {
@@ -233,8 +217,8 @@ class Unstarted:
 def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> list[dict]:
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
-    Then those that the deterministic mode has instead. Where ``until`` is "ttgir", their names and `packed_assembly`,
-    where it is "ptx", names and texts; where it is "forward", machine code of that direction.
+    Then those that the deterministic mode has instead. Where ``until`` is "ptx", names and texts alone; where it is
+    "forward", machine code of that direction.
     """
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found, known, deterministic = [], set(), False
@@ -245,9 +229,7 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
         if deterministic and key in known:
             return Unstarted()
         known.add(key)
-        if until == "ttgir":
-            row = {"kernel": fn.__name__, "assembly": packed_assembly(launch.text("ttgir"))}
-        elif until == "ptx":
+        if until == "ptx":
             row = {"kernel": fn.__name__, "ptx": launch.text("ptx")}
         else:
             row = describe(fn, launch.compiled())
@@ -259,7 +241,7 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
     impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
     # a portable forward is in the table of machine code; of two head_dims it would have them filled up to one number
-    if gluon and (until in ("ttgir", "ptx") or call.head_dim != call.value_dim):
+    if gluon and (until == "ptx" or call.head_dim != call.value_dim):
         impl, saved = "hopper/hopper", left_of(call, inputs)
     else:
         saved = kernel_call.forward(impl, call, inputs)

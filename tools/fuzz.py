@@ -34,9 +34,9 @@ from tests.masks import MODS
 from tests.masks import draw as draw_mask
 
 RECIPES = (
-    "token", "token", "token(first_keys=1)", "paper", "paper", "full", "token(smooth_v=False)",
+    "token", "token", "token(v_scale=sequence)", "paper", "paper", "full", "token(smooth_v=False)",
     "token(smooth_k=False)", "token(s=16bit)", "token(o=16bit)", "token(dv=16bit)", "token(dq=16bit)",
-    "token(dk=16bit)", "token(block_k=64)", "paper(smooth_v=True)", "token(first_keys=0)", "paper(first_keys=1)",
+    "token(dk=16bit)", "token(block_k=64)", "paper(smooth_v=True)", "token(first_keys=0)", "paper(first_keys=16)",
     "token(dp=int8)", "paper(dp=int8)", "full(dp=int8)",
 )  # fmt: skip
 

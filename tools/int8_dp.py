@@ -1,10 +1,10 @@
-"""dP in INT8 on a GPU: `python -m tools.int8_dp errors`, and `times`; of Hopper's kernels unless others are named.
+"""dP in INT8 on a GPU: `python -m tools.int8_dp errors`, and `times`.
 
-``errors`` holds kernels under `mixed(dp=int8)`, or another recipe with dp=int8, to the recipe's emulator
+``errors`` holds the portable kernels under `token(dp=int8)`, or others by a recipe with dp=int8, to its emulator
 (`sagebwd.reference.conformance`), over forms of masks, lengths and widths, and prints what breaks the rule, or the
 distance of dQ, dK and dV from the emulator in FP32. ``times`` prints forward + backward, and backward alone, of the
 recipe with 16-bit and with INT8 dP, everything included: medians of interleaved rounds, batch x tokens = 16384, heads
-= 2048 / head_dim. Other kernels: ``--recipe token --impl triton``.
+= 2048 / head_dim. Other kernels, at head_dim 65 to 128: ``--impl mma_sync``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def of_width(text: str) -> tuple[int, int]:
     return int(head_dim), int(value_dim or head_dim)
 
 
-def errors(widths: Iterable[str], recipe: str = "mixed", impl: str = "hopper") -> int:
+def errors(widths: Iterable[str], recipe: str = "token", impl: str = "triton") -> int:
     """Print a line a form and width; how many break the rule."""
     broken = 0
     for width in widths:
@@ -73,7 +73,7 @@ def errors(widths: Iterable[str], recipe: str = "mixed", impl: str = "hopper") -
 
 
 def runs_of(
-    shape: tuple[int, int, int], value_dim: int, is_causal: bool, recipe: str = "mixed", impl: str = "hopper"
+    shape: tuple[int, int, int], value_dim: int, is_causal: bool, recipe: str = "token", impl: str = "triton"
 ) -> dict[str, Callable[[], object]]:
     """Both directions and backward of each recipe, by name; shape: batch, tokens and head_dim."""
     batch, tokens, head_dim = shape
@@ -93,7 +93,7 @@ def runs_of(
 
 
 def times(
-    widths: Iterable[str], lengths: Iterable[int], rounds: int, recipe: str = "mixed", impl: str = "hopper"
+    widths: Iterable[str], lengths: Iterable[int], rounds: int, recipe: str = "token", impl: str = "triton"
 ) -> None:
     """Print a line a width, mask and length: milliseconds with 16-bit dP, and how many times as fast INT8 dP is."""
     for width in widths:
@@ -116,8 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", action="append", help="head_dim, or head_dim/value's; all of them if not given")
     parser.add_argument("--tokens", type=int, action="append", help="of a sequence; 8192 and 16384 if not given")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--recipe", default="mixed")
-    parser.add_argument("--impl", default="hopper")
+    parser.add_argument("--recipe", default="token")
+    parser.add_argument("--impl", default="triton")
     given = parser.parse_args(arguments)
     widths = given.width or WIDTHS
     if given.what == "errors":

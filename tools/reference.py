@@ -1,7 +1,7 @@
 """docs/reference from the docstrings, by pdoc: `python -m tools.reference [FOLDER]` (make docs) writes every page.
 
-A page is a part of the package, and an index names them all. pdoc finds the members and reads the docstrings. A test
-holds the committed pages to what this writes.
+A page is a part of the package, and an index names them all. pdoc finds the members and reads the docstrings. Git
+ignores the pages; tests write them anew.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def lines_of(page: str) -> Iterator[str]:
 def index() -> Iterator[str]:
     """The text of the folder's README in parts."""
     yield "# Reference"
-    yield "Every public name, from the docstrings. `make docs` writes these pages, and a test holds them to the code."
+    yield "Every public name, from the docstrings. `make docs` writes these pages."
     rows = ["| name | what it is | page |", "| --- | --- | --- |"]
     escaped = r"\|"
     for page, (title, parts) in PAGES.items():

@@ -41,27 +41,6 @@ def test_costs_are_found_again(kind):
     assert found.full["torch"] == pytest.approx(TORCH, rel=1e-6, abs=1e3)
 
 
-def test_the_last_tile_of_a_causal_mask_is_found_again():
-    """Regression: four heads of 8192 tokens took cuDNN a sixth longer than the model said, which had no such term."""
-    torch = Cost.of(50, 20, 0.3, 0.6, 8)
-    for kind, expected in ((CAUSAL, torch), (FULL, torch._replace(key=0))):
-        (found,) = fitted(rows_of(kind, torch=torch), "", "")
-        assert found.full["torch"] == pytest.approx(expected, rel=1e-6)
-    few = rows_of(CAUSAL, torch=torch, shapes=SHAPES[:ENOUGH])
-    (found,) = fitted(few, "", "")
-    assert found.full["torch"].key == 0, "as many points as coefficients"
-
-
-def test_what_torch_takes_more_of_cut_tiles_is_found_of_several_points():
-    torch = Cost.of(20, 5, 0.1, 0.8, 0, 0.1)
-    cut = [(4, 16, 3000), (2, 16, 6000), (8, 16, 1000)]
-    (of_all,), (of_two,) = (
-        fitted(rows_of(FULL, torch=torch, shapes=SHAPES + shapes), "", "") for shapes in (cut, cut[:2])
-    )
-    assert of_all.full["torch"] == pytest.approx(torch, rel=1e-6, abs=1e3)
-    assert of_two.full["torch"].cut == of_all.low.cut == 0
-
-
 def test_no_coefficient_is_negative():
     """Of calls that take less the more rows they have."""
     rows = rows_of()
@@ -118,18 +97,6 @@ def test_of_calls_that_wait_for_the_host_there_is_no_multiple():
     _, padding = fitted(rows_of(FULL, waiting, waiting) + rows_of(PADDING, shapes=few), "", "")
     for row in rows_of(PADDING, shapes=few):
         assert padding.low.ms(work_of(row, "low")) == pytest.approx(row["ms"], rel=0.2)
-
-
-def test_of_pairs_of_cut_tiles_alone_there_is_no_multiple():
-    """Regression: a division by zero of a peer's timings, whose cut tiles take no longer, beside such a pick's."""
-    shapes = [(1, heads, tokens) for heads, tokens in ((16, 3000), (32, 3000), (64, 1472), (16, 12072), (256, 320))]
-    rows = rows_of(FULL, torch=Cost(0, 0, 0, 0, cut=1000), shapes=[*shapes, (1, 64, 700)])
-    waiting = rows_of(FULL, torch=Cost.of(20, 0, 0, 0), shapes=[(1, 32, 8192), (1, 64, 4096), (1, 64, 8192)])
-    for row in rows[:2]:
-        row["others"] = {"fa4": [1.0, 0.01]}
-    (found,) = fitted(rows + waiting, "", "")
-    assert found.full["torch"] == Cost(found.full["torch"].host, 0, 0, 0, cut=1000)
-    assert max(found.full["fa4"]) > 0
 
 
 def test_what_does_not_run_has_no_costs():

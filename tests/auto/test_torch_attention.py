@@ -427,7 +427,7 @@ def faster_from_three_tiles(card, planned, *asked):
     """In causal calls: pairs of three tiles take longer than rows, and those of one less."""
     assert Ask(*asked).device == CARD
     assert not planned
-    return (0, 0, 200, 0, 0, 0), (("cudnn", (0, 0, 0, 2, 0, 0)),)
+    return (0, 0, 200, 0), (("cudnn", (0, 0, 0, 2)),)
 
 
 def _on_a_gpu(contender_of, ask, of, card=None, planned=True):

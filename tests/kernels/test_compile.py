@@ -98,9 +98,8 @@ def test_several_first_keys_on(arch, head_dim, mask):
     assert 1000 * (whole["stored"] + whole["loaded"]) <= SPILLS * whole["instructions"], row
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_fewer_first_keys_need_no_product(count):
-    row = forward_of(80, 64, f"token(first_keys={count})")
+def test_no_first_keys_need_no_product():
+    row = forward_of(80, 64, "token(first_keys=0)")
     assert (row["int8_products"], row["float_products"]) == PRODUCTS["forward_kernel"], row
 
 

@@ -21,7 +21,7 @@ DIMS = [(59, 128), (128, 59), (59, 59), (8, 24), (164, 164), (203, 80), (64, 64)
 FAMILIES = [
     ("triton/triton", "token"), ("triton/triton", "token(dp=int8)"), ("triton/triton", "full"),
     ("triton/triton", "token(smooth_k=False)"), ("mma_sync/triton", "token"), ("mma_sync/mma_sync", "token(dp=int8)"),
-    ("hopper/hopper", "mixed"), ("hopper/hopper", "mixed(dp=int8)"), ("triton/hopper", "mixed"),
+    ("hopper/hopper", "mixed"), ("triton/hopper", "mixed"),
 ]  # fmt: skip
 
 

@@ -41,14 +41,7 @@ CALLS = {
     "full": AttentionCase(mask="bool-all", recipe="full", heads=1),
     "full-128-keys-head-dim-256": AttentionCase(mask="bool-all", recipe="full(block_k=128)", head_dim=256, heads=1),
     "full-bias": AttentionCase(mask="bias-all", recipe="full", heads=1),
-    "first-key-bool": AttentionCase(mask="bool-all", recipe="token(first_keys=1)", heads=1, sink=12),
-    "first-key-bias-key-mask": AttentionCase(
-        mask="bias-matrix", recipe="token(first_keys=1)", heads=1, tokens_q=130, is_causal=True, masked=True
-    ),
-    "first-key-document": AttentionCase(
-        mask="document", recipe="token(first_keys=1)", tokens_q=270, tokens_k=270, heads=1
-    ),
-    "first-key-int8": AttentionCase(mask="bias-all", recipe="token(first_keys=0)", heads=1),
+    "no-first-keys": AttentionCase(mask="bias-all", recipe="token(first_keys=0)", heads=1),
     "16bit-o": AttentionCase(mask="bool-all", recipe="token(o=16bit)", heads=1),
     "16bit-gradients": AttentionCase(mask="bias-all", recipe="token(dv=16bit, dq=16bit, dk=16bit)", heads=1),
     "blocks-32-128": AttentionCase(mask="bool-all", recipe="token(block_q=32, block_k=128)", heads=1),

@@ -95,8 +95,8 @@ def both(monkeypatch, family: str, recipe: str, skew: str, bound: int) -> tuple[
 
 
 FAMILIES = [
-    ("hopper", "mixed"), ("hopper", "mixed(dp=int8)"), ("portable", "token"), ("portable", "token(dp=int8)"),
-    ("portable", "full"), ("portable", "paper"), ("mma_sync", "token"),
+    ("hopper", "mixed"), ("portable", "token"), ("portable", "token(dp=int8)"), ("portable", "full"),
+    ("portable", "paper"), ("mma_sync", "token"),
 ]  # fmt: skip
 
 
@@ -205,7 +205,6 @@ MANY = {
     ("recipe", "impl"),
     [
         pytest.param("mixed", "hopper", marks=needs_hopper),
-        pytest.param("mixed(dp=int8)", "hopper", marks=needs_hopper),
         ("token", "triton"),
         ("token", "mma_sync"),
         ("full", "triton"),

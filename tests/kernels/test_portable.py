@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.common.means import launch_statistics
-from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.portable import launch, tune
 from sagebwd.kernels.portable.config import choose
 from sagebwd.kernels.runtime import device
@@ -49,25 +48,12 @@ CALLS = {
     ),
     "paper-128-keys": AttentionCase(recipe="paper(block_k=128)", heads=4, tokens_q=200, is_causal=True),
     "paper-32-keys": AttentionCase(recipe="paper(block_k=32)", tokens_q=200),
-    "first-key": AttentionCase(
-        recipe="token(first_keys=1)", sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True
-    ),
-    "first-key-mask": AttentionCase(recipe="token(first_keys=1)", sink=12, batch=2, masked=True),
-    "first-key-packed": AttentionCase(recipe="token(first_keys=1)", sink=12, **PACKED, is_causal=True),
-    "first-key-window": AttentionCase(recipe="token(first_keys=1)", tokens_q=150, tokens_k=150, window=(60, 5)),
-    "first-key-fp16-head-dim-96": AttentionCase(recipe="token(first_keys=1)", head_dim=96, dtype=torch.float16),
     "sink": AttentionCase(sink=12, tokens_q=200, tokens_k=200, heads=4, kv_heads=2, is_causal=True),
     "sink-mask": AttentionCase(sink=12, masked=True),
     "sink-packed": AttentionCase(sink=12, **PACKED, is_causal=True),
     "sink-window": AttentionCase(sink=12, tokens_q=150, tokens_k=150, window=(60, 5)),
     "sink-head-dim-256": AttentionCase(sink=12, head_dim=256, is_causal=True),
-    "paper-first-key": AttentionCase(recipe="paper(first_keys=1)", tokens_q=130, kv_heads=2, is_causal=True),
-    "paper-first-key-window": AttentionCase(recipe="paper(first_keys=1)", tokens_q=200, window=(70, 5)),
-    "first-key-int8": AttentionCase(recipe="token(first_keys=0)", tokens_q=130, is_causal=True),
-    "first-key-16bit-s-mask": AttentionCase(recipe="token(first_keys=1, s=16bit)", batch=2, masked=True),
-    "first-key-sequence-scale-packed": AttentionCase(
-        recipe="token(first_keys=1, v_scale=sequence)", **PACKED, is_causal=True
-    ),
+    "no-first-keys": AttentionCase(recipe="token(first_keys=0)", tokens_q=130, is_causal=True),
     "full": AttentionCase(recipe="full", window=(30, 5)),
     "full-mask": AttentionCase(recipe="full", masked=True),
     "fp16": AttentionCase(dtype=torch.float16, is_causal=True),
@@ -135,8 +121,8 @@ CALLS = {
 # Of what a recipe, a width or a dtype changes, one head shows to the interpreter as much as two: those that share keys
 # are above. A GPU runs them with all heads.
 ONE_HEAD = {
-    "key-mask-causal", "window", "window-beyond-keys", "full", "full-mask", "fp16", "first-key-fp16-head-dim-96",
-    "sink-head-dim-256", "first-key-int8", "head-dim-32", "head-dim-96", "head-dim-128", "head-dim-256",
+    "key-mask-causal", "window", "window-beyond-keys", "full", "full-mask", "fp16",
+    "sink-head-dim-256", "no-first-keys", "head-dim-32", "head-dim-96", "head-dim-128", "head-dim-256",
     "s-16bit", "o-16bit", "dv-16bit", "dq-16bit", "dk-16bit", "no-smoothing", "sampled-mean", "block-scale-of-v",
     "sequence-scale-of-v", "block-scales", "tile-scales", "blocks-32-128", "blocks-128-32", "fp16-head-dim-96",
     "head-dim-20-causal", "head-dim-128-causal", "plain-head-dim-128", "plain-no-smoothing", "plain-s-16bit",
@@ -156,7 +142,7 @@ UNALIGNED = [
 # Without a GPU the other calls are made again by `make test-all`: in `make test` test_hosts.py compares the launches
 # of every call's plan with the family's, and those of tensors that begin at an odd element with aligned ones'.
 QUICK = {
-    "gqa-ragged", "key-mask-causal", "packed-causal-window", "packed-paper", "sink-mask", "paper-first-key-window",
+    "gqa-ragged", "key-mask-causal", "packed-causal-window", "packed-paper", "sink-mask", "first-16-window",
     "full-mask", "head-dim-72-packed", "sampled-packed", "plain-mask",
 }  # fmt: skip
 QUICK_UNALIGNED = [(name, TENSORS) for name in ("key-mask", "packed-causal-window")]
@@ -234,33 +220,6 @@ def test_keys_that_are_all_alike_are_zeros(tokens):
     actual = call.run("triton", (q, (k[:, :, :1] + 100).expand_as(k).contiguous(), *rest))
     assert not actual["k_int8"].any()
     assert (actual["k_scale"] == 1).all()
-
-
-@pytest.mark.parametrize("group", ["sequence", "token"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_first_rows(masked, group):
-    """What V's pass hands to a forward of the first key: of a mask, the first that it leaves; in its scale's units."""
-    call = AttentionCase(batch=2, masked=True, kv_heads=2, device=DEVICE)
-    _, _, v, _, _ = call.inputs()
-    mask = call.settings()[0] if masked else None
-    if masked:
-        mask[0, :70] = False
-    packing = Packing.of(v, None, 0)
-    _, mean, scale, found = launch_statistics(
-        v, v, packing, mask, smooth_k=False, smooth_v=True, v_scale=group == "sequence", first_keys=1
-    )  # fmt: skip
-    first = mask.int().argmax(-1) if masked else torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    assert (found is None) == (not masked)
-    assert found is None or found[:, 0].tolist() == first.tolist()
-    values = launch_quantize(
-        v, packing, group, 128, mean, mask, sequence_scale=scale, codes=True, first_row=True, first_key=found
-    )
-    for batch, key in enumerate(first.tolist()):
-        row = v[batch, :, key].float() - mean[batch]
-        if group == "sequence":
-            row /= scale[batch]
-            assert torch.equal(values.codes[batch, :, key], row.round().to(torch.int8))
-        torch.testing.assert_close(values.first_row[batch], row, rtol=1e-6, atol=0)
 
 
 def test_first_keys_that_a_mask_leaves():

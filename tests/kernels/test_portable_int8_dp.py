@@ -17,12 +17,18 @@ from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.portable import launch
 from sagebwd.kernels.runtime.driver import _at_widths, _filled
 from tests.kernels import test_masks, test_portable
-from tests.kernels.test_int8_dp import codes_agree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 RECIPE = "token(dp=int8)"
 LOG2_E = 1.4426950408889634
+
+
+def codes_agree(found: Tensor, wanted: Tensor) -> None:
+    """Codes of FP32 numbers that fall on either side of a tie may differ by one."""
+    difference = (found.double() - wanted.double()).abs()
+    assert difference.max() <= 1
+    assert difference.mean() < 2e-3
 
 
 def with_int8_dp(call: AttentionCase) -> AttentionCase:

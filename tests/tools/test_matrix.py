@@ -27,7 +27,7 @@ def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
 WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
 PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512)}
 VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("token", torch.float16)]
-APART = [("token(first_keys=1)", torch.bfloat16), ("token(dp=int8)", torch.bfloat16)]
+APART = [("token(dp=int8)", torch.bfloat16)]
 
 
 def rows_of(size: str) -> list[forms.Cell]:

@@ -26,10 +26,8 @@ VARIED = (
 KINDS = (*VARIED, (96, 96), (120, 120))
 SHORT = ((8, 8), (17, 17), (64, 64), (72, 72), (80, 80), (128, 128), (192, 128), (256, 256))
 VARIANTS = (("paper", "bfloat16"), ("full", "bfloat16"), ("token", "float16"))
-APART = (("token(first_keys=1)", "bfloat16"), ("token(dp=int8)", "bfloat16"))
-"""Another forward than `token`'s, and another backward; few rows of them fit the cover."""
-HOPPERS_APART = ("mixed(dp=int8)", "bfloat16")
-"""Another backward than `mixed`'s; its kernels compile too long for the cover."""
+APART = (("token(dp=int8)", "bfloat16"),)
+"""Another backward than `token`'s; few rows of it fit the cover."""
 MOST_USED = ((64, 64), (128, 128))
 FEW_FORMS = ("causal", "packed-causal", "padding")
 THIRDS = (
@@ -101,7 +99,7 @@ def _every() -> Iterator[Cell]:
             yield from _rows(dims, FORMS, recipe, "bfloat16")
         for variant in VARIANTS if dims in KINDS else VARIANTS[:2]:
             yield from _rows(dims, FORMS if dims in KINDS else FEW_FORMS, *variant)
-        for variant in (*APART, HOPPERS_APART) if dims in KINDS else ():
+        for variant in APART if dims in KINDS else ():
             yield from _rows(dims, FORMS, *variant)
     for dims in widths.FORMS:
         yield from _rows(dims, FORMS, AUTO, "float16")

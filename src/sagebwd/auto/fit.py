@@ -26,10 +26,8 @@ ENOUGH = 4
 _HOST = 0.15
 # By which more coefficients have to lower the sum of squares.
 _ROUNDING = 1e-9
-# Of rows, pairs, keys and ms, so that equations are of like numbers.
-_ROWS, _PAIRS, _KEYS, _FEMTO = 1e6, 1e9, 1e4, 1e12
-# Of `coefficients`, those that few contenders have: of the last tile's keys, and of pairs where a tile is cut.
-_RARE, _SEVERAL = (3, 4), 3
+# Of rows, pairs and ms, so that equations are of like numbers.
+_ROWS, _PAIRS, _FEMTO = 1e6, 1e9, 1e12
 
 
 def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
@@ -59,7 +57,7 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
             if name != LOW:
                 picks.setdefault(key, name)
             found[*key, name] = gpu
-            scales = 1.0, _ROWS, _PAIRS, _KEYS, _PAIRS
+            scales = 1.0, _ROWS, _PAIRS
             costs[name] = Cost(*(round(x * _FEMTO) for x in (host or 0.0, *(x / y for x, y in zip(gpu, scales)))))
         if LOW in costs:
             times.append(Times(*key, costs.pop(LOW), costs, source, torch))
@@ -105,7 +103,7 @@ def _hosts(groups: Mapping[tuple, list[Mapping]]) -> dict[tuple, float | None]:
 def coefficients(
     rows: Iterable[Mapping], name: str, like: tuple[float, ...] | None, *, is_other: bool = False
 ) -> tuple[float, ...] | None:
-    """ms of a call, of a million rows, of 1e9 pairs, of 1e4 keys and of 1e9 cut pairs, on the GPU; None of no timing.
+    """ms of a call, of a million rows and of 1e9 pairs, on the GPU; None of no timing.
 
     like: those of calls without a mask, or of what torch picks, of which a contender with few timings has a multiple.
     is_other: beside low precision and torch's pick; then so has one whose timed calls have about as many rows each,
@@ -117,16 +115,14 @@ def coefficients(
     points, bounds = [], []
     for row, ms, host_ms in ran:
         work = size_of(row).work(name, row["kind"], row["direction"] == TRAINING)
-        pairs, cut = work.pairs / 2 / _PAIRS, work.cut / 2 / _PAIRS
-        point = 1.0, work.rows / _ROWS, pairs, work.keys / _KEYS, cut, ms
+        point = 1.0, work.rows / _ROWS, work.pairs / 2 / _PAIRS, ms
         (points if ms >= BOUND * (host_ms or 0) else bounds).append(point)
     counts = [point[1] for point in points]
-    # of calls that are all their host's there is no multiple, nor of rare coefficients alone, which others may lack
-    if like is not None and not any(x for column, x in enumerate(like) if column not in _RARE):
+    if like is not None and not any(like):  # of calls that are all their host's there is no multiple
         like = None
     few = len(points) < ENOUGH or (is_other and max(counts) < 2 * min(counts))
     if like is None or not few:
-        fit = _least_squares(points, bounds) if points else (0.0,) * 5
+        fit = _least_squares(points, bounds) if points else (0.0,) * 3
         if like is None or not is_other or fit[2] > 0:  # products take time
             return fit
     ratios = [log(ms / sum(map(_times, like, x))) for *x, ms in points]
@@ -141,32 +137,12 @@ def _times(a: float, b: float) -> float:
 def _least_squares(points: Sequence[tuple[float, ...]], bounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """c >= 0 for which the sum of (c x / ms - 1)^2 is least: the best of those with some coefficients at zero.
 
-    bounds: points that count where c x > ms. Those of `_RARE` are zero unless one more of them halves the sum, at
-    least `_SEVERAL` points have it, and there are more points than coefficients.
+    bounds: points that count where c x > ms.
     """
-    scaled, below = ([[x / ms for x in features] for *features, ms in of] for of in (points, bounds))
-    count = len(scaled[0])
-    columns = [column for column in range(count) if column not in _RARE]
-    rare = [column for column in _RARE if sum(point[column] > 0 for point in points) >= _SEVERAL]
-    error, fit = _best(scaled, below, columns, count)
-    while len(points) > len(columns) + 1 and not set(rare) <= set(columns):
-        more = [[*columns, column] for column in rare if column not in columns]
-        (least, with_one), wider = min(((_best(scaled, below, x, count), x) for x in more), key=lambda x: x[0][0])
-        if least >= error / 2 - _ROUNDING:
-            break
-        error, fit, columns = least, with_one, wider
-    return fit
-
-
-def _best(
-    rows: Sequence[Sequence[float]], below: Sequence[Sequence[float]], columns: Sequence[int], count: int
-) -> tuple[float, tuple[float, ...]]:
-    """The least sum of squares of rows x = 1, and the ``count`` coefficients, those outside of ``columns`` zero.
-
-    below: rows that count where they are more than 1.
-    """
-    best: tuple[float, tuple[float, ...]] = (float("inf"), (0.0,) * count)
-    for chosen in (chosen for size in range(1, len(columns) + 1) for chosen in combinations(columns, size)):
+    rows, below = ([[x / ms for x in features] for *features, ms in of] for of in (points, bounds))
+    count = len(rows[0])
+    least, best = float("inf"), (0.0,) * count
+    for chosen in (chosen for size in range(1, count + 1) for chosen in combinations(range(count), size)):
         part, limits = ([[row[i] for i in chosen] for row in of] for of in (rows, below))
         over: list[list[float]] = []  # of the limits, those that the solution passes
         for _ in range(len(limits) + 1):
@@ -175,8 +151,8 @@ def _best(
                 break
             passed = [row for row in limits if sum(map(_times, solved, row)) > 1 + _ROUNDING]
             error = sum((sum(map(_times, solved, row)) - 1) ** 2 for row in part + passed)
-            if error < best[0] - _ROUNDING:
-                best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(count))
+            if error < least - _ROUNDING:
+                least, best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(count))
             if passed == over:
                 break
             over = passed

@@ -1,10 +1,8 @@
 """What a call takes in low precision and by each contender in full precision, in ms: a model of all, by card.
 
-A call takes what its host takes, or else ``fixed + row x rows + pair x pairs + key x keys + cut x cut pairs`` on the
-GPU: launches, passes over the rows of Q and of K and V, products of queries and keys, the last tile, which under a
-causal mask meets all keys of a sequence while other multiprocessors have nothing left to do, and what torch takes more
-where an end cuts a tile. The six are a `Cost`, of a card, a pair of widths, a kind of mask and a direction, fitted
-from timings (`sagebwd.auto.fit`).
+A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches, passes over the
+rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a pair of widths, a kind
+of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
 
 Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
 the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
@@ -38,23 +36,18 @@ _PARTS = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
-_MICRO, _NANO, _PICO = 10**9, 10**6, 10**3
-_UNITS = _MICRO, _MICRO, _NANO, _PICO, _NANO, _PICO
+_UNITS = 10**9, 10**9, 10**6, 10**3
 _MILLI = 10**12
 
 
 class Work(NamedTuple):
     """The work of a call for a contender.
 
-    rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied. keys: of the
-    last tile in full precision, 0 where tiles are alike. cut: torch's pairs where an end of the queries or keys cuts
-    a tile, else 0.
+    rows: of Q, K and V that are passed over. pairs: twice those of a query and a key that are multiplied.
     """
 
     rows: int
     pairs: int
-    keys: int
-    cut: int
 
 
 class Size(NamedTuple):
@@ -84,9 +77,6 @@ class Size(NamedTuple):
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         is_low, is_peer = contender == LOW, contender in PEERS
         longest = max(keys, self.longest)
-        last = 0  # of low precision, whose calls do not show it
-        if not is_low and kind in (CAUSAL, PACKED):
-            last = min(queries, keys) if kind == CAUSAL else longest  # its queries see no more
         n, m = _rounded_up(queries, TILE), _rounded_up(keys, TILE)
         if kind == WINDOW and self.width < keys and (is_low or is_peer):
             pairs = 2 * n * min(m, _rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
@@ -107,9 +97,7 @@ class Size(NamedTuple):
             # two of seven products are forward's
             backward = _in_waves((kv_heads if is_low else heads) * m // TILE, is_peer)
             longer = (2 * longer + 5 * backward) // 7
-        pairs = pairs * heads * longer // _PARTS
-        is_cut = 0 if is_low or is_peer else min(1, n - queries + m - keys)
-        return Work(rows, pairs, last, is_cut * pairs)
+        return Work(rows, pairs * heads * longer // _PARTS)
 
 
 def _rounded_up(count: int, unit: int) -> int:
@@ -129,25 +117,17 @@ def _in_waves(tiles: int, is_peer: bool) -> int:
 
 
 class Cost(NamedTuple):
-    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice.
-
-    cut: more of a pair where an end cuts a tile, as cuDNN then takes another kernel, which masks.
-    """
+    """What a call takes, in femtoseconds, so that a trace compares integers: of a pair, half of it counts twice."""
 
     host: int
     fixed: int
     row: int
     pair: int
-    key: int = 0
-    cut: int = 0
 
     @classmethod
-    def of(
-        cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float, key_ns: float = 0.0, cut_ps: float = 0.0
-    ) -> Cost:
+    def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float) -> Cost:
         """Of the units that ``model.json`` has."""
-        given = host_us, fixed_us, row_ns, pair_ps, key_ns, cut_ps
-        return cls(*(round(x * unit) for x, unit in zip(given, _UNITS)))
+        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps), _UNITS)))
 
     def written(self) -> list[float]:
         """What `of` takes, with three digits."""
@@ -164,8 +144,8 @@ class Cost(NamedTuple):
 
 def taken(cost: tuple[int, ...], work: Work) -> tuple[int, int]:
     """Twice what the host and what the GPU take by a `Cost`."""
-    host, fixed, row, pair, key, cut = cost
-    return 2 * host, 2 * (fixed + row * work.rows + key * work.keys) + pair * work.pairs + cut * work.cut
+    host, fixed, row, pair = cost
+    return 2 * host, 2 * (fixed + row * work.rows) + pair * work.pairs
 
 
 def is_less(ours: tuple[int, int], theirs: tuple[int, int]) -> bool:

@@ -24,6 +24,8 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
 
 _BLOCKS = (32, 64, 128)
+# Of a field that a row refuses, what to name in place of the recipe.
+_INSTEAD = {"dp": "; name 'mixed', whose dP is 16 bit, or 'token(dp=int8)'"}
 
 
 class Row(NamedTuple):
@@ -53,7 +55,8 @@ class Row(NamedTuple):
         for name, accepted in self.fields.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
-                return f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
+                return has + _INSTEAD.get(name, "")
         return None
 
 
@@ -71,7 +74,7 @@ _TILES = {"block_q": _BLOCKS, "block_k": _BLOCKS, "p_levels": (127, 254)}
 _MMA_SYNC = {
     **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT, INT8), "q_scale": ("token",),
     "k_scale": ("token",), "v_scale": ("channel",), "p_scale_dv": ("key",), "ds_scale_dq": ("query",),
-    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1, 16), "block_q": (64,), "block_k": (128,),
+    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 16), "block_q": (64,), "block_k": (128,),
 }  # fmt: skip
 _SIXTEEN_OR_INT8 = dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT))
 
@@ -89,7 +92,7 @@ ROWS = (
         f"1 to {max(variant.HEAD_DIMS)}", needs="sagebwd.kernels.runtime.nvrtc",
     ),
     Row(
-        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 1, 16), **_TILES},
+        FORWARD, "triton", "sagebwd.kernels.portable.launch", KERNEL_DTYPES, {"first_keys": (0, 16), **_TILES},
         _the_greater, f"1 to {MAX_HEAD_DIM}",
     ),
     Row(
@@ -98,7 +101,7 @@ ROWS = (
     Row(
         BACKWARD, "hopper", "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
         {
-            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT, INT8),
+            "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
         widths.of_call, _HOPPER_WIDTHS,

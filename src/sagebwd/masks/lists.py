@@ -111,9 +111,7 @@ def order_of(
 
 
 def first_of(key_mask: Tensor, count: int) -> Tensor:
-    """The first keys that count, (B, count) int64; the last key in place of those that are not there, for one 0."""
-    if count == 1:
-        return key_mask.view(torch.uint8).argmax(-1, keepdim=True)
+    """The first keys that count, (B, count) int64; the last key in place of those that are not there."""
     nth = torch.arange(1, count + 1, device=key_mask.device).expand(len(key_mask), -1).contiguous()
     return torch.searchsorted(key_mask.cumsum(-1), nth).clamp(max=key_mask.shape[1] - 1)
 

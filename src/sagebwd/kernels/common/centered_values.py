@@ -126,23 +126,19 @@ def mean_of_outputs(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "parts", "group", "chunks", "all_heads"])
 def value_codes_kernel(
-    v, sums, counts, codes, scales, center, maxima, signs, value_signs, key_mask, cu_seqlens, cu_seqlens_q, heads,
-    tokens, total, parts, group, chunks, all_heads, values: tl.constexpr, TURNED_Q: tl.constexpr, TURNED: tl.constexpr,
-    VARLEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH_Q: tl.constexpr,
-    PITCH: tl.constexpr,
+    v, sums, counts, codes, scales, center, signs, key_mask, cu_seqlens, cu_seqlens_q, heads,
+    tokens, total, parts, group, chunks, all_heads, values: tl.constexpr, TURNED: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PITCH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of (V - c) R with a scale a token, and V's largest magnitudes by channel; c R, and R's signs.
+    """Codes of (V - c) R with a scale a token; c R, and R's signs.
 
     v, codes: `Strided`. Programs share the blocks of a head, ``parts`` of `shares_of`. center (heads, PITCH): c R.
-    maxima (heads, values) int32, raised to the bits of what no |V| exceeds. signs, value_signs: where not None, what
-    `store_signs` writes of the rotations of Q and V, of TURNED_Q and TURNED channels. maxima: or None.
+    signs: where not None, what `store_signs` writes of the rotation of V, of TURNED channels.
     """
     number, batch_head = shared_blocks(parts, heads, cu_seqlens, tokens, BLOCK, VARLEN)
-    if tl.program_id(0) == 0:
-        if signs is not None:
-            store_signs(signs, TURNED_Q, PITCH_Q)
-        if value_signs is not None:
-            store_signs(value_signs, TURNED, PITCH)
+    if signs is not None:  # noqa: SIM102, settled at compile time
+        if tl.program_id(0) == 0:
+            store_signs(signs, TURNED, PITCH)
     batch, head, z, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     apart = blocks_apart(parts, length, BLOCK, VARLEN)
     if VARLEN:  # noqa: SIM102, settled at compile time
@@ -164,46 +160,29 @@ def value_codes_kernel(
         for piece in tl.static_range(len(mu)):
             columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
             tl.store(center + batch_head.to(tl.int64) * PITCH + columns, mu[piece], mask=columns < PITCH)
-    largest = ()
-    for piece in tl.static_range(len(mu)):
-        largest += (tl.zeros(mu[piece].shape, tl.int32),)
     for i in range(number, tl.cdiv(length, BLOCK), apart):
-        largest = store_value_codes(
-            v, mu, rotation, codes, scales, key_mask, largest, i * BLOCK, batch, head, z, start, length, tokens, total,
-            values, BLOCK, COLUMNS,
+        store_value_codes(
+            v, mu, rotation, codes, scales, key_mask, i * BLOCK, batch, head, z, start, length, tokens, total, values,
+            BLOCK, COLUMNS,
         )  # fmt: skip
-    if maxima is not None:
-        for piece in tl.static_range(len(mu)):
-            columns = piece * mu[0].shape[0] + tl.arange(0, mu[piece].shape[0])
-            tl.atomic_max(
-                maxima + batch_head.to(tl.int64) * values + columns,
-                largest[piece],
-                mask=columns < values,
-                sem="relaxed",
-            )
 
 
 @triton.jit
 def store_value_codes(
-    v, mu, rotation, codes, scales, key_mask, largest, first, batch, head, z, start, length, tokens, total,
+    v, mu, rotation, codes, scales, key_mask, first, batch, head, z, start, length, tokens, total,
     values: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One block of `value_codes_kernel`; returns ``largest`` with its magnitudes' bits. Hidden keys count as zeros."""
+    """One block of `value_codes_kernel`. Hidden keys count as zeros."""
     local = tl.arange(0, BLOCK)
     inside = first + local < length
     tile = load_pieces(row_of(v, batch, head, start + first), local, pitch_of(v), length - first, values, COLUMNS)
     if key_mask is not None:
         keep = tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0
         tile = only(tile, keep)
-    raised = ()
-    for piece in tl.static_range(len(tile)):
-        bits = tl.abs(tile[piece].to(tl.float32)).to(tl.int32, bitcast=True)
-        raised += (tl.maximum(largest[piece], tl.max(bits, 0)),)
     x = less(turned(tile, rotation) if rotation is not None else floats(tile), mu)  # (V - c) R
     scale = psi_scale(abs_max_of(x))
     store_codes(codes_of(x, scale), codes, batch, head, start + first, local, inside, COLUMNS)
     tl.store(scales + z * total + start + first + local, scale, mask=inside)
-    return raised
 
 
 @triton.jit
@@ -268,11 +247,8 @@ class CenteredValues(NamedTuple):
     signs: Tensor | None
 
 
-def launch_centered_values(
-    call: Call, saved: Saved, v: Tensor, v_maxima: Tensor | None = None, signs: Tensor | None = None,
-    rows: int = VALUES,
-) -> CenteredValues:  # fmt: skip
-    """Codes of (V - c) R. v_maxima, signs: `value_codes_kernel`'s, or None; rows: tokens that it takes at a time."""
+def launch_centered_values(call: Call, saved: Saved, v: Tensor, rows: int = VALUES) -> CenteredValues:
+    """Codes of (V - c) R. rows: tokens that `value_codes_kernel` takes at a time."""
     queries, keys, device, columns = call.queries, call.keys, v.device, call.value_dim
     programs, heads = queries.heads_in_all, keys.batch * keys.heads
     pitch, turned_v = padded_head_dim(columns), sum(call.value_rotation)
@@ -288,14 +264,14 @@ def launch_centered_values(
     )  # fmt: skip
     v_int8 = torch.empty((*v.shape[:-1], columns), dtype=torch.int8, device=device)
     v_scale, center = keys.per_token(device), torch.empty(heads, pitch, dtype=torch.float32, device=device)
-    value_signs = torch.empty(pitch, pitch, dtype=torch.int8, device=device) if turned_v else None
+    signs = torch.empty(pitch, pitch, dtype=torch.int8, device=device) if turned_v else None
     shared, parts = shares_of(keys, rows, turned_share(keys, rows, pitch) if turned_v else 1)
     launch(
         value_codes_kernel,
         (shared,),
-        Strided.of(v, keys), sums, counts, Strided.of(v_int8, keys), v_scale, center, v_maxima, signs, value_signs,
+        Strided.of(v, keys), sums, counts, Strided.of(v_int8, keys), v_scale, center, signs,
         call.key_mask, keys.cu_seqlens, queries.cu_seqlens, keys.heads, keys.extent, keys.total, parts,
-        call.group, chunks, programs, TURNED_Q=call.turned, BLOCK=rows, ROWS=SUMS, PITCH_Q=call.block_d, PITCH=pitch,
+        call.group, chunks, programs, BLOCK=rows, ROWS=SUMS, PITCH=pitch,
         num_warps=4 * max(1, pitch // 128), **shape,
     )  # fmt: skip
-    return CenteredValues(v_int8, v_scale, center, value_signs)
+    return CenteredValues(v_int8, v_scale, center, signs)

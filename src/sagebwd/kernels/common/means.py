@@ -80,22 +80,17 @@ def _chunk(
     if key_mask is not None:
         key_mask += batch.to(tl.int64) * tokens
         count = 0
-        found = length
         for first in range(0, length, 1024):
             at = first + tl.arange(0, 1024)
             counts = tl.load(key_mask + at, mask=at < length, other=0) != 0
-            if first_keys is not None and FIRST > 1:  # noqa: SIM102, settled at compile time
+            if first_keys is not None:  # noqa: SIM102, settled at compile time
                 if count < FIRST:
                     nth = count + tl.cumsum(counts.to(tl.int32), 0) - 1
                     tl.store(first_keys + batch * FIRST + nth, at, mask=counts & (nth < FIRST))
             count += tl.sum(counts.to(tl.int32))
-            found = tl.minimum(found, tl.min(tl.where(counts, at, length)))
         if first_keys is not None:  # the same from every program
-            if FIRST == 1:
-                tl.store(first_keys + batch, found)
-            else:
-                nth = tl.arange(0, FIRST)
-                tl.store(first_keys + batch * FIRST + nth, length + 0 * nth, mask=nth >= count)
+            nth = tl.arange(0, FIRST)
+            tl.store(first_keys + batch * FIRST + nth, length + 0 * nth, mask=nth >= count)
     # rows are reduced once, at the end: a reduction in the loop would cross warps every time
     sums = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     highs = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
@@ -246,7 +241,7 @@ def launch_statistics(
     k_sampled: K's mean is that of a sample, where there is no mask.
 
     And where there is a mask, if asked for, the first keys that it leaves, then the number of keys, (B, first_keys)
-    int32; else None. first_keys: 0, 1 or a power of two.
+    int32; else None. first_keys: 0 or a power of two.
     """
     head_dim, device = k.shape[-1], k.device
     heads = packing.batch * packing.heads

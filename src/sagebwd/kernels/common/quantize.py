@@ -36,7 +36,6 @@ def quantize_kernel(
     mean,
     sequence_scale,
     key_mask,
-    first_key,
     cu_seqlens,
     codes,
     token_scale,
@@ -44,7 +43,6 @@ def quantize_kernel(
     transposed,
     column_sum,
     smoothed,
-    first_row,
     heads,
     tokens,
     total,
@@ -63,9 +61,6 @@ def quantize_kernel(
     block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8,
     see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32. TURNED: codes are of
     smoothed tokens times R, of so many channels, or 0.
-
-    first_row (batch, heads, D): the sequence's first token, smoothed, in units of sequence_scale where that is read.
-    first_key (batch,): which token that is, where not the first of all.
     """
     number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -142,19 +137,6 @@ def quantize_kernel(
         code = load_transposed(transposed, z, blocks, block - z * blocks, head_dim, BLOCK, BLOCK_D, False)
         total = tl.sum(code.to(tl.int32), 0) * 128
         tl.store(column_sum + block * head_dim + columns, total.to(tl.float32), mask=columns < head_dim)
-    if first_row is not None:
-        token = 0 * tokens
-        if first_key is not None:
-            token = tl.load(first_key + batch)
-        if (token >= first) & (token < tl.minimum(first + BLOCK, length)):
-            # read by itself: taken from the tile, it costs every program registers
-            at, of_head = columns < head_dim, program.to(tl.int64) * head_dim + columns
-            chosen = tl.load(x_at + (token - first).to(tl.int64) * pitch + columns, mask=at, other=0).to(tl.float32)
-            if mean is not None:
-                chosen -= tl.load(mean + of_head, mask=at, other=0)
-            if GROUP == "sequence":
-                chosen /= tl.load(sequence_scale + of_head, mask=at, other=1)
-            tl.store(first_row + of_head, chosen, mask=at)
 
 
 @dataclass
@@ -167,7 +149,6 @@ class Quantized:
     transposed: Tensor | None = None
     column_sum: Tensor | None = None
     smoothed: Tensor | None = None
-    first_row: Tensor | None = None
 
 
 def launch_quantize(
@@ -184,8 +165,6 @@ def launch_quantize(
     column_sum: bool = False,
     smoothed: bool = False,
     turned: int = 0,
-    first_row: bool = False,
-    first_key: Tensor | None = None,
 ) -> Quantized:
     """Smooth x and write the asked-for outputs; ``turned``: channels of the rotation under which codes are made."""
     head_dim, device = x.shape[-1], x.device
@@ -203,8 +182,6 @@ def launch_quantize(
         out.block_scale = packing.padded(block, *channels, dtype=torch.float32, device=device)
     if column_sum:
         out.column_sum = packing.padded(block, head_dim, dtype=torch.float32, device=device)
-    if first_row:
-        out.first_row = torch.empty(packing.batch, packing.heads, head_dim, dtype=torch.float32, device=device)
     launch_pass(
         quantize_kernel,
         packing,
@@ -214,7 +191,6 @@ def launch_quantize(
         mean,
         sequence_scale,
         key_mask,
-        first_key,
         packing.cu_seqlens,
         Strided.of(out.codes, packing) if codes else None,
         out.token_scale,
@@ -222,7 +198,6 @@ def launch_quantize(
         out.transposed,
         out.column_sum,
         Strided.of(out.smoothed, packing) if smoothed else None,
-        out.first_row,
         TURNED=turned,
         GROUP=group,
     )

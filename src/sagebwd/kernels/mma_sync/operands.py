@@ -21,7 +21,7 @@ class Operands(NamedTuple):
     k8: Tensor
     k_scale: Tensor
     values: Tensor  # (heads_k, blocks, 136 D + 1024) bytes: V's codes, then scales by pairs of keys and of channels
-    first_values: Tensor | None  # (batch, heads_k, D) FP32, or (batch, heads_k, D, 16) as v, of keys that are apart
+    first_values: Tensor | None  # (batch, heads_k, D, 16) as v, of keys that are apart
 
 
 def quantize(
@@ -32,8 +32,7 @@ def quantize(
     queries, keys, count, device = call.queries, call.keys, call.recipe.first_keys, q.device
     first_values = None
     if count:
-        dtype, several = (torch.float32, ()) if count == 1 else (v.dtype, (count,))
-        first_values = torch.empty(keys.batch, keys.heads, call.head_dim, *several, dtype=dtype, device=device)
+        first_values = torch.empty(keys.batch, keys.heads, call.head_dim, count, dtype=v.dtype, device=device)
     made = Operands(
         torch.empty(q.shape, dtype=torch.int8, device=device), queries.per_token(device),
         torch.empty(k.shape, dtype=torch.int8, device=device), keys.per_token(device),

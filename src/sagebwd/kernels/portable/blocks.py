@@ -115,11 +115,9 @@ def block_of(step, span, mask, listed, PART: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(first_q, queries, first_k, keys, left, bounds, apart, key_mask):
-    """Visible pairs of a tile (queries, keys); apart: a key that is left out; key_mask: of the sequence; or None."""
+def visible_pairs(first_q, queries, first_k, keys, left, bounds, key_mask):
+    """Visible pairs of a tile (queries, keys); key_mask: of the sequence, or None."""
     keep = within((first_k + keys)[None, :] - (first_q + queries)[:, None], bounds) & (keys < left)[None, :]
-    if apart is not None:
-        keep = keep & (first_k + keys != apart)[None, :]
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + first_k + keys, mask=keys < left, other=0) != 0)[None, :]
     return keep

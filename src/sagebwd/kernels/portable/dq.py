@@ -191,7 +191,7 @@ def dq_kernel(
                     s += element.to(tl.float32) * LOG2_E
             p = recompute_p(s, row_lse[:, None], mask)  # P = exp2(S - lse)
             if masked:
-                keep = visible_pairs(first_q, queries, first_k, keys, left, bounds, None, key_mask)
+                keep = visible_pairs(first_q, queries, first_k, keys, left, bounds, key_mask)
                 if mask is not None:
                     keep = keep & shows(element, mask)
                 p = tl.where(keep, p, 0.0)

@@ -1,4 +1,4 @@
-"""Several first keys of a sequence that the recipe keeps apart: a row begins with their softmax, P V in 16 bit."""
+"""First keys of a sequence that the recipe keeps apart: a row begins with their softmax, P V in 16 bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FirstKeys(NamedTuple):
     @classmethod
     def of(cls, v: Tensor, keys: Packing, number: Tensor | None, listed: Listed | None, count: int) -> FirstKeys:
         """v (B, H, N, D) or packed; count: a power of two, 16 at least, as one product's keys are; else nothing."""
-        if count <= 1:
+        if count == 0:
             return cls()
         at, *apart, unit = Strided.of(v, keys)
         elements = (None,) * 3 if listed is None else (listed.first, *strides(listed.first)[:2])

@@ -1,7 +1,6 @@
 """Forward: online softmax over key blocks, P quantised relative to its own block's row maximum.
 
-If the recipe keeps first keys apart, a row's state begins with them, one in FP32, several with P V in 16 bit, and the
-loop masks them.
+If the recipe keeps first keys apart, a row's state begins with them, with P V in 16 bit, and the loop masks them.
 
 A score tile stays in registers from S to the P operand: V's copy holds its tokens in the order in which tensor cores
 hand scores out (`tile.interleave`).
@@ -42,12 +41,10 @@ from sagebwd.kernels.portable.blocks import (
     shows,
     steps_of,
     visible_pairs,
-    within,
     work_tile_of,
 )
 from sagebwd.kernels.portable.config import Config
 from sagebwd.kernels.portable.descriptor import described, transposed_view
-from sagebwd.kernels.portable.first_key import FirstKey, first_element, first_score, value_of
 from sagebwd.kernels.portable.first_keys import FirstKeys, cut_first_block, first_products, last_of
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.softmax import probabilities, scores
@@ -113,7 +110,6 @@ def forward_kernel(
     v_tma,
     q_scale,
     k_scale,
-    first_key,
     first_keys,
     o,
     lse,
@@ -147,7 +143,7 @@ def forward_kernel(
 
     q, k, o: `Strided`; q and k: codes, or 16-bit rows. v: `Values`. k_tma, v_tma: descriptors of k and v, or None.
     BLOCK_K is the recipe's. row_max: the largest score of each query times log2(e), -inf where it sees no key;
-    written where not None. first_key: `FirstKey`. first_keys: `FirstKeys`. mask: `Masked`, or None.
+    written where not None. first_keys: `FirstKeys`. mask: `Masked`, or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     EVEN: tl.constexpr = head_dim == BLOCK_D
@@ -201,25 +197,6 @@ def forward_kernel(
     l = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     scale_2 = scale * LOG2_E
-    first = None
-    if first_key.value is not None:
-        first = work_tile.batch * 0
-        if first_key.number is not None:
-            first = tl.load(first_key.number + work_tile.batch)
-        there = first < length_k
-        seen = there & within(first - (first_q + rows), bounds)
-        k0 = rows_of(Strided(first_key.k, k.batch, k.head, k.token, k.unit), work_tile.batch, work_tile.head_k, start_k
-        )  # fmt: skip
-        value = value_of(first_key, owner, there, columns, head_dim)  # before the score, which waits for Q
-        score = first_score(q_tile, row_scale, k0, k_scale, columns, first, there, scale_2, pitch_of(k), head_dim)
-        if mask is not None:
-            its_element = first_element(first_key, work_tile, first_q + rows, inside)
-            seen = seen & shows(its_element, mask)
-            if mask.BIAS:
-                score += its_element.to(tl.float32) * LOG2_E
-        m = tl.where(seen, score, m)
-        l = tl.where(seen, 1.0, l)
-        acc = tl.where(seen[:, None], value[None, :], acc)
     if first_keys.at is not None:
         last = last_of(first_keys, work_tile.batch)
         n_range = cut_first_block(n_range)
@@ -243,7 +220,7 @@ def forward_kernel(
             s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)  # S = Q K^T
             missing_scale = row_scale  # Q's, which S still lacks
             if masked:
-                keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, first, key_mask)
+                keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, key_mask)
                 if first_keys.at is not None:
                     if first_keys.number is None:  # of most registers the compiler knows the outcome
                         keep = keep & ((keys >= first_keys.COUNT) | (first_k > 0))[None, :]
@@ -261,9 +238,6 @@ def forward_kernel(
                         s += element.to(tl.float32) * LOG2_E
                         missing_scale = None
                 s = tl.where(keep, s, float("-inf"))
-            elif first_key.value is not None and mask is None:
-                # without masks it is the first of its block: of all but a few registers the compiler knows the outcome
-                s = tl.where(((keys == 0) & (first_k == 0))[None, :], float("-inf"), s)
             p, block_max = probabilities(s, missing_scale)  # P = exp2(S - block_max)
             m_new = tl.maximum(m, block_max)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -309,7 +283,6 @@ def launch_forward(
     v: Values,
     q_scale: Tensor | None,
     k_scale: Tensor | None,
-    first_key: FirstKey,
     first_keys: FirstKeys,
     o: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
@@ -336,7 +309,6 @@ def launch_forward(
             tma.get("v"),
             q_scale,
             k_scale,
-            first_key,
             first_keys,
             Strided.of(o, queries),
             lse,

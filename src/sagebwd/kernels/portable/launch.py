@@ -15,7 +15,6 @@ from sagebwd.kernels.portable import lists
 from sagebwd.kernels.portable.config import maxima_shape, shares_maxima, value_rows
 from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
-from sagebwd.kernels.portable.first_key import FirstKey
 from sagebwd.kernels.portable.first_keys import FirstKeys
 from sagebwd.kernels.portable.forward import Values, launch_forward
 from sagebwd.recipe import INT8
@@ -55,7 +54,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         v_pass = launch_quantize(
             v, keys, recipe.v_scale if o_int8 else "token", recipe.block_k, v_shift, key_mask, sequence_scale=v_scale,
             transposed=o_int8, column_sum=o_int8 and recipe.p_levels == 254,
-            smoothed=v_smoothed, first_row=apart == 1, first_key=number if apart == 1 else None,
+            smoothed=v_smoothed,
         )  # fmt: skip
 
     o = empty_like_rows(q)
@@ -71,7 +70,6 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         Values(v_operand, *v_strides, v_group_scale, v_pass.column_sum, v_shift),
         q_pass.token_scale,
         k_pass.token_scale,
-        FirstKey.of(k_operand, v_pass.first_row, number, listed),
         FirstKeys.of(v, keys, number, listed, apart),
         o,
     )

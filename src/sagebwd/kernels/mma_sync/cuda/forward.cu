@@ -1,7 +1,7 @@
 // O and lse of one block of queries of one head, over key blocks of 128: S = Q K^T and O = P V of INT8 codes.
 // SPLIT warps share rows: of two each has half of every block's keys in S and half of the channels in P V, and hands its
 // codes of P to the other. Twice as many rows fit a warp's registers, and its products read half as much a row.
-// FIRST keys of a sequence (0, 1 or 16) are apart from the blocks.
+// FIRST keys of a sequence (0 or 16) are apart from the blocks.
 
 constexpr int KEYS = 128;
 constexpr int LEVELS = 254;  // of P: codes 0 to 254, less 128
@@ -22,8 +22,7 @@ static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");
 // values (heads_k, blocks_k, TILE) bytes: codes of V less its mean, (D, 128), tokens interleaved; then two keys' scales and
 // what a sum that starts from MAGIC lacks, times them, (64, 4) FP32: of a key that nobody sees, or that is apart, 0 and
 // -inf; then the same of two channels of V, (D / 2, 4). v_mean (batch, heads_k, D) or null.
-// first_values, V of the keys that are apart, less the mean: (batch, heads_k, D) FP32, or (batch, heads_k, D, 16) of 16
-// bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
+// first_values, V of the keys that are apart, less the mean: (batch, heads_k, D, 16) of 16 bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
 KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
                i64 k_token, const float* k_scale, const u8* values, const float* v_mean, const void* first_values, const int* first_numbers,
                u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
@@ -206,28 +205,6 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     const int distance = key - (row0 + i * 16 + h * 8 + g);
     return key < keys.length && distance >= low && distance <= high;
   };
-  if (FIRST == 1 && number_of(0) < keys.length) {
-    const int key = number_of(0);
-    const i8* at = k8 + key * k_token + t * 4;
-    const float ks = scale_of(key);
-    const float* value = (const float*)first_values + (i64)owner * D + first_d + t * 2;
-    int s[MT][2];
-    UNROLL for (int i = 0; i < MT; i++) s[i][0] = s[i][1] = 0;
-    UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
-      const int word = *(const int*)(at + k * 32 + c * 16);
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) s[i][h] = __dp4a((int)q[i][k][h + 2 * c], word, s[i][h]);  // S = Q K^T
-    }
-    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-      s[i][h] += from_lane_xor(s[i][h], 1);
-      s[i][h] += from_lane_xor(s[i][h], 2);
-      if (!shown(key, i, h)) continue;
-      const float x = (float)s[i][h] * ks * qs[i][h], before = m[i][h];
-      m[i][h] = fmaxf(before, x);
-      const float decay = exp2_of(before - m[i][h]), p = exp2_of(x - m[i][h]) * LEVELS;  // P, in units of 1 / LEVELS
-      l[i][h] = l[i][h] * decay + (part == 0 && (PRODUCT_SUMS || t == 0) ? p : 0.0f);
-      UNROLL for (int n = 0; n < OWN_D / 8; n++) UNROLL for (int b = 0; b < 2; b++) acc[i][n][2 * h + b] = acc[i][n][2 * h + b] * decay + p * value[n * 8 + b];
-    }
-  }
   if (FIRST == 16 && keys.length > 0) {
     int s[MT][2][4];
     UNROLL for (int j = 0; j < 2; j++) {

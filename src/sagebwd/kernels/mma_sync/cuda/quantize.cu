@@ -290,8 +290,7 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
     for (int i = threadIdx.x; i < FIRST * D; i += THREADS) {
       const int n = i / D, channel = i % D, key = first_numbers ? first_numbers[batch * FIRST + n] : n;
       const float y = key < keys.length ? from_16bit(rows[key * v_token + channel]) - (mean ? mean[channel] : 0.0f) : 0.0f;
-      if (FIRST == 1) ((float*)first_values)[(i64)owner * D + channel] = y;
-      else ((u16*)first_values)[((i64)owner * D + channel) * FIRST + (n >> 1 & 3) * 4 + (n >> 3) * 2 + (n & 1)] = (u16)to_16bit(y, 0.0f);
+      ((u16*)first_values)[((i64)owner * D + channel) * FIRST + (n >> 1 & 3) * 4 + (n >> 3) * 2 + (n & 1)] = (u16)to_16bit(y, 0.0f);
     }
   }
 }

@@ -69,7 +69,6 @@ class Tensors(NamedTuple):
     block_sparse: BlockSparse | None
     bias: Bias | None
     work_splits: WorkSplits | None  # where lists of blocks may be cut
-    v_scale: Tensor | None = None  # one a key, where dP is INT8
     # triton 3.6 makes a tuple's type anew for a constant of its own alone, not for one further in, as a stride of 1 is
     last: None = None
 

@@ -54,8 +54,7 @@ def backward_kernel(
     """dQ, dK and dV of ``tiles_per_cta`` tiles of 128 keys of one key head, over its query heads; ``programs`` a head.
 
     Of `row_values_kernel`: do_desc, dO scaled; rows_desc, two planes; scales_desc, of the copies; delta_desc,
-    parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. Where dP is INT8, of
-    `int8_dp`: v_desc and do_desc, codes; rows_desc and delta_desc, two of PLANES at a time. dq_desc: (heads * D,
+    parts of -delta, of which memory has half the channels and TMA makes the rest zeros; largest. dq_desc: (heads * D,
     padded queries) FP16, zeros to which dQ^T sum_scale is added, in units of spread and largest (`finish_dq_kernel`);
     if boxes of q_desc have a piece of its channels, rows of dQ instead, (heads * padded queries, D), in boxes of half
     a piece. dk_desc, dv_desc: dk and dv as rows. tensors, heads_k to upper, KIND: `arguments`; where blocks of keys
@@ -102,12 +101,9 @@ def backward_kernel(
     v, do = buffers(v_desc, CONSUMERS * VALUE_PIECES), buffers(do_desc, STAGES * VALUE_PIECES)
     q_t, k_t = buffers(q_t_desc, STAGES * PIECES), allocate_k_t(PIECES, PIECE)
     do_t, rows = buffers(do_t_desc, STAGES * VALUE_PIECES), buffers(rows_desc, STAGES)
-    scales, delta, ones, out = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES), None, None
+    scales, delta = buffers(scales_desc, STAGES), buffers(delta_desc, STAGES)
+    ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
     places = ()
-    if tensors.v_scale is None:
-        ones = gl.allocate_shared_memory(do_desc.dtype, [ROWS, DELTA_CHANNELS], delta_desc.layout)
-    elif not (WIDTH.backward.persistent and not IN_ORDER and tensors.work_splits is None):
-        out = buffers(dk_desc, CONSUMERS)
     ds = allocate_ds(BLOCK_Q)
     dq = ()
     for _ in gl.static_range(BOXES if PIECES > 1 else 1):
@@ -118,11 +114,10 @@ def backward_kernel(
     mbarrier.init(keys_empty, count=CONSUMERS)
     full, empty = ring_barriers(STAGES, 3)
     ds_full, ds_empty = ds_barriers()
-    if ones is not None:
-        CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
-        weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
-        weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
-        ones.store(weight.to(ones.dtype))
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    weight = delta_parts_weight(gl.arange(0, DELTA_CHANNELS, gl.SliceLayout(0, CHANNELS)))
+    weight, _ = gl.broadcast(gl.expand_dims(weight, 0), gl.zeros([ROWS, DELTA_CHANNELS], gl.float32, CHANNELS))
+    ones.store(weight.to(ones.dtype))
     if VARLEN:
         places = (share_place(place),)
     fence_async_shared()
@@ -130,7 +125,7 @@ def backward_kernel(
     memory = Loaded(q, k, v, do, q_t, do_t, rows, delta, scales)
     barriers = Barriers(keys_full, keys_empty, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, do_t_desc, rows_desc, delta_desc, scales_desc)
-    own = (k_t, ds, dq, ones, out, places)
+    own = (k_t, ds, dq, ones, places)
     written = (dq_desc, dk_desc, dv_desc)
     heads = (work_tile.head * group, work_tile.head * group + group)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)

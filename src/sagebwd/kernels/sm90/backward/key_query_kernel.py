@@ -114,7 +114,7 @@ def key_query_kernel(
 ):  # fmt: skip
     """dK of 128 keys of one key head, and what they add to dQ; arguments as `backward_kernel`'s.
 
-    rows_desc: three planes, the third -delta, and zeros, or `int8_dp.PLANES`. dq_desc: (heads * padded queries, D)
+    rows_desc: three planes, the third -delta, and zeros. dq_desc: (heads * padded queries, D)
     FP16. dk_desc: 64 channels at a time. heads_at_once: of so many heads every one gets its first program before any
     gets its second, whether blocks add to dQ in order or not.
     """
@@ -155,15 +155,15 @@ def key_query_kernel(
     memory = Loaded(q, k, v, do, q_t, None, rows, None, scales)
     barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
     descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
-    own = (k_t, ds, dq, None, None, places)
+    own, written = (k_t, ds, dq, None, places), (dq_desc, dk_desc, None)
     block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
     blocks = (blocks_q, z_q, block_0, tensors.block_sparse, tensors.work_splits, work_tile, tensors.key_mask, tokens_k)
     heads = (work_tile.head * group, work_tile.head * group + group)
     # fmt: off
     gl.warp_specialize(
         [
-            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc, None), 1, sizes, factors, 0, KIND, WIDTH)),
-            (accumulate, (memory, own, barriers, tensors, (dq_desc, dk_desc, None), 1, sizes, factors, 1, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, 1, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, 1, sizes, factors, 1, KIND, WIDTH)),
             (load, (
                 descriptors, memory, barriers, origins, work_tile.first, blocks, heads, seq_q,
                 tensors.dq_semaphore is not None, KIND, WIDTH,

@@ -21,13 +21,11 @@ from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
 from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients
-from sagebwd.kernels.sm90.operands.int8_dp import PLANES, launch_int8_operands
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 from sagebwd.kernels.sm90.operands.sum_shares import launch_sum_shares
 from sagebwd.masks.band import Band
 from sagebwd.masks.sm90_block_lists import of_keys
 from sagebwd.masks.work_splits import MOST
-from sagebwd.recipe import INT8
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
 SCALES_APART = 32
@@ -93,11 +91,11 @@ def _zeros(call: Call, block_q: int, like: Tensor) -> tuple[Tensor, Tensor | Non
     )  # fmt: skip
 
 
-def _sixteen_bit_operands(
+def _operands_of_dp(
     call: Call, saved: Saved, v: Tensor, do: Tensor, dlse: Tensor | None, v_maxima: Tensor, largest: Tensor,
     dq: Tensor, tile: widths.BackwardTile,
 ) -> tuple[Tensor, Tensor, RowValues]:  # fmt: skip
-    """V and the scaled dO as TMA reads them, and row values, where dP is 16 bit."""
+    """V and the scaled dO as TMA reads them, and row values."""
     signs = torch.empty(call.block_d, call.block_d, dtype=torch.int8, device=v.device) if call.rotation else None
     # dQ is written last: its memory has the scaled dO until then, unless TMA fills rows up
     by_head, do_scaled = (
@@ -123,15 +121,11 @@ def backward(
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
     largest, dq_semaphore, v_maxima, work_splits = _zeros(call, block_q, v)
     dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
-    v_scale = None
-    if call.recipe.dp == INT8:
-        v_read, v_scale, do_read, values = launch_int8_operands(call, saved, v, do, dlse, v_maxima, largest, tile)
-    else:
-        v_read, do_read, values = _sixteen_bit_operands(call, saved, v, do, dlse, v_maxima, largest, dq, tile)
+    v_read, do_read, values = _operands_of_dp(call, saved, v, do, dlse, v_maxima, largest, dq, tile)
     operands = Operands.of(call, q_int8, k_int8, v_read, do_read)
     tensors = Tensors(
         k_scale, largest, call.key_mask, dk, dv, dq_semaphore, queries.cu_seqlens, keys.cu_seqlens,
-        gradient_strides(call, dk, dv), *block_sparse_and_bias(call), work_splits, v_scale,
+        gradient_strides(call, dk, dv), *block_sparse_and_bias(call), work_splits,
     )  # fmt: skip
     factors = Factors(call.scale, dq_sum_scale(call))
     tiles_per_cta, heads_at_once = 1, 1
@@ -143,10 +137,6 @@ def backward(
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
         launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         return _finished(call, saved, values, largest, q, k, dq, dk, dv, tile)
-    planes = vectors(values.planes, (2 if v_scale is None else PLANES.value) * block_q, 2 * block_q)
-    delta = planes
-    if v_scale is None:
-        delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
     grid = keys.blocks(span * tiles_per_cta)
     programs = grid * keys.heads_in_all if work_splits is None else len(work_splits.programs)
     launch(
@@ -158,9 +148,9 @@ def backward(
         operands.do.blocks(block_q, piece),
         transposed(values.q_t, head_dim, piece, block_q),
         transposed(values.do_t, call.value_dim, piece, block_q),
-        planes,
+        vectors(values.planes, 2 * block_q, 2 * block_q),
         vectors(values.scales, SCALES.value, SCALES_APART),
-        delta,
+        matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
         matrix(dk, dk.shape[-1], (rows, piece)),
         matrix(dv, dv.shape[-1], (rows, piece)),

@@ -12,7 +12,6 @@ from sagebwd.kernels.sm90.backward.key_query_kernel import key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
 from sagebwd.kernels.sm90.operands.bwd_preprocess import RowValues
-from sagebwd.kernels.sm90.operands.int8_dp import PLANES
 from sagebwd.kernels.sm90.widths import Width
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ def launch_split_dkdv(
     span = CONSUMERS.value * rows
     grid, heads = keys.blocks(span), keys.heads_in_all
     programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
-    planes = (3 if tensors.v_scale is None else PLANES.value) * block_q
     options |= {"KIND": Kind.of(call, block_q, span), "WIDTH": width}
     launch(
         value_kernel,
@@ -43,12 +41,10 @@ def launch_split_dkdv(
         q,
         k,
         transposed(values.do_t, head_dim, piece, block_q),
-        vectors(values.planes, planes, 2 * block_q),
+        vectors(values.planes, 3 * block_q, 2 * block_q),
         scales,
         matrix(tensors.dv, tensors.dv.shape[-1], (rows, rows)),
-        tensors._replace(
-            largest=None, dk=None, dq_semaphore=None, v_scale=None, strides=gradient_strides(call, tensors.dv)
-        ),
+        tensors._replace(largest=None, dk=None, dq_semaphore=None, strides=gradient_strides(call, tensors.dv)),
         *operands.q.steps,
         *operands.k.steps,
         *Sizes.of(call, block_q, grid, heads),
@@ -63,7 +59,7 @@ def launch_split_dkdv(
         operands.v.blocks(rows, piece),
         operands.do.blocks(block_q, piece),
         transposed(values.q_t, head_dim, piece, block_q),
-        vectors(values.planes, planes, 4 * block_q),
+        vectors(values.planes, 3 * block_q, 4 * block_q),
         scales,
         matrix(values.dq_sums, head_dim, (block_q, piece // 2 if width.backward.piece else rows)),
         matrix(tensors.dk, tensors.dk.shape[-1], (rows, rows)),

@@ -17,8 +17,7 @@ Operand = tma.tensor_descriptor | gl.shared_memory_descriptor
 class Loaded(NamedTuple):
     """TMA descriptors, or shared-memory buffers, of the operands; None if a kernel does not read one.
 
-    delta: additional channels of dO; where dO and V are INT8, the last two planes of `int8_dp.PLANES`. scales: of the
-    e4m3 copies q_t and do_t.
+    delta: additional channels of dO. scales: of the e4m3 copies q_t and do_t.
     """
 
     q: Operand
@@ -134,11 +133,8 @@ def load_queries(
             load_pieces(descriptors.q, row, head * column_q, ready, memory.q, stage, PIECES)
             load_tile(descriptors.rows, [z * blocks_q + padded, 0], ready, memory.rows.index(stage))
             mbarrier.expect(do_ready, BLOCK_Q * VALUE_DIM * bytes_of(memory.do) + bytes_of_tile(memory.delta))
-            if bytes_of(memory.do) == 1:
-                load_tile(descriptors.delta, [z * blocks_q + padded, 2 * BLOCK_Q], do_ready, memory.delta.index(stage))
-            else:
-                token = (z * blocks_q + padded) * BLOCK_Q
-                load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
+            token = (z * blocks_q + padded) * BLOCK_Q
+            load_tile(descriptors.delta, [token, 0], do_ready, memory.delta.index(stage))
             row = row_do + head * row_do_h + first
             load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, stage, VALUE_PIECES)
             mbarrier.expect(copies_ready, BLOCK_Q * (HEAD_DIM + VALUE_DIM) + memory.scales.shape[2] * 4)

@@ -130,38 +130,6 @@ def dp_minus_delta(ones, delta_smem, v_smem, consumer, do_smem, stage, acc_init,
 
 
 @gluon.jit
-def value_scales(tensors, work_tile, z_k, first_k, sizes, LAYOUT: gl.constexpr):
-    """V's scales of 64 keys, where dP is INT8."""
-    keys = first_k + gl.arange(0, ROWS, LAYOUT)
-    scales = tensors.v_scale + z_k.to(gl.int64) * sizes.total_k + work_tile.start
-    return gl.load(scales + keys, mask=keys < work_tile.length, other=0)
-
-
-@gluon.jit
-def dp_codes(v_smem, consumer, do_smem, stage, acc_init, OPAQUE: gl.constexpr):
-    """V^ dO^T of a step, INT32 products of codes; in flight. acc_init, OPAQUE: as in `dp_minus_delta`."""
-    PIECES: gl.constexpr = v_smem.shape[0] // CONSUMERS
-    v = pieces_of(v_smem, opaque(consumer) if OPAQUE else consumer, PIECES)
-    dp = warpgroup_mma(v[0], do_smem.index(stage * PIECES).permute((1, 0)), acc_init, use_acc=False, is_async=True)
-    for piece in gl.static_range(1, PIECES):
-        do = do_smem.index(stage * PIECES + piece).permute((1, 0))
-        dp = warpgroup_mma(v[piece], do, dp, is_async=True)  # dP^T += V^ dO^T
-    return dp
-
-
-@gluon.jit
-def dp_of_codes(dp, rows, FIRST: gl.constexpr, v_scale, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr):
-    """dP^T - delta of codes' products, in units of dO's scales: one multiplication and addition an element.
-
-    rows: the last two of `int8_dp.PLANES` from number FIRST on.
-    """
-    scale = gl.expand_dims(v_scale, 1) * plane(rows, (FIRST + 1) * BLOCK_Q, 1, LAYOUT)
-    scale, codes = gl.broadcast(scale, dp.to(gl.float32))
-    delta, _ = gl.broadcast(plane(rows, FIRST, BLOCK_Q, LAYOUT), codes)
-    return gl.fma(codes, scale, delta)  # D (t 2^-b) - delta 2^-b / s
-
-
-@gluon.jit
 def ds_operand(
     p, dp, whole, keep_key, key_mask, sparse, KIND: gl.constexpr, IN_PART: gl.constexpr, LAYOUT: gl.constexpr,
     OPERAND: gl.constexpr,
