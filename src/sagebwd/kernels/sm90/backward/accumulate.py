@@ -140,7 +140,7 @@ def accumulate(
             c, m_range, listed[0], first_head, tile_index, begun, dk, dv, CONSUMER, KIND, WIDTH
         )
 
-        program = program_number(0 if SPLIT else tile_index)
+        program = program_number(tile_index)
         work_tile = work_tile_of(program, tile_index, tensors, sizes, place_in(places, VARLEN), SPLIT)
         s = warpgroup_mma_wait(0, deps=[s])
         add_last_dq(c, work_tile, begun + tile_index, last, m_range, CONSUMER, KIND, WIDTH)
@@ -210,7 +210,9 @@ def m_blocks(
                 stage, phase = ring(step, stages_of(WIDTH))
                 before, before_phase = ring(block, SLOTS)
                 slot, slot_phase = ring(block + 1, SLOTS)
-                rows, scales = c.memory.rows.index(stage), c.memory.scales.index(stage)
+                rows, scales = None, None
+                if not WIDTH.backward.split_dkdv:  # which reads them where it needs them
+                    rows, scales = c.memory.rows.index(stage), c.memory.scales.index(stage)
                 # where this step adds dQ^T of the step before; at a tile's first step 0 times K, NaN if K has NaN:
                 # to a block of this sequence, never to the sequence before
                 to_row, to_block, known_rank, entry_at, first_q = row, gl.maximum(i, 1), None, 0, i * BLOCK_Q

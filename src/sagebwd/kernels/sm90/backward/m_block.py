@@ -173,11 +173,12 @@ def m_block(
 
     # (2) [GEMM] dP^T - delta = V dO^T - delta
     mbarrier.wait(full.index(barrier_of(OF_DO, stage, WIDTH)), step.phase)
-    dp = queue_dp(c, step, CONSUMER, WIDTH)
+    rows = c.memory.rows.index(stage) if SPLIT else step.rows
+    dp = queue_dp(c, step, rows, CONSUMER, WIDTH)
 
     # (3) P^T = exp2(S^T - lse)
     p, whole = probabilities(
-        s, step.rows, c.key_scale, c.keys, c.keep_key, step.first_q, c.first_k, c.work_tile, c.seq_q, c.sizes.group,
+        s, rows, c.key_scale, c.keys, c.keep_key, step.first_q, c.first_k, c.work_tile, c.seq_q, c.sizes.group,
         tensors.key_mask, tensors.block_sparse, tensors.bias, step.entry_at, KIND, MASKED, KIND.RAGGED, BLOCK_Q,
         S_LAYOUT,
     )  # fmt: skip
@@ -215,7 +216,7 @@ def m_block(
 
 
 @gluon.jit
-def queue_dp(c, step, CONSUMER: gl.constexpr, WIDTH: gl.constexpr):
+def queue_dp(c, step, rows, CONSUMER: gl.constexpr, WIDTH: gl.constexpr):
     """dP^T - delta = V dO^T - delta of a step; in flight."""
     memory = c.memory
     if WIDTH.backward.split_dkdv:
@@ -223,7 +224,7 @@ def queue_dp(c, step, CONSUMER: gl.constexpr, WIDTH: gl.constexpr):
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
         PIECES: gl.constexpr = memory.q_t.shape[0]
         IN_REGS: gl.constexpr = len(c.v_in_regs)
-        dp = gl.broadcast(plane(step.rows, 2, BLOCK_Q, LAYOUT), c.dp_init)[0]  # -delta, a plane of row values
+        dp = gl.broadcast(plane(rows, 2, BLOCK_Q, LAYOUT), c.dp_init)[0]  # -delta, a plane of row values
         # loop-invariant addresses would all be kept in registers through the loop, and spill
         v, do = pieces_of(memory.v, opaque(CONSUMER), PIECES), pieces_of(memory.do, opaque(step.stage), PIECES)
         v = c.v_in_regs + v[IN_REGS:]
