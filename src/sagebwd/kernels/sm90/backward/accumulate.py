@@ -279,7 +279,8 @@ def add_last_dq(
             LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.k_t_smem.shape[1], 32])
             dq, dq_half = last_dq_rows(c.k_t_smem, c.ds_smem, slot, CONSUMER, LAYOUT)
         else:
-            dq = warpgroup_mma_wait(0, deps=[dq_product(c.k_t, c.ds_smem, slot, c.dq_init, False, QUERY, BLOCK_Q)])
+            dq = dq_product(c.k_t, c.ds_smem, slot, c.dq_init, False, QUERY, BLOCK_Q)  # dQ^T = K^T dS^T
+            dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.arrive(c.barriers.ds_empty.index(slot), count=1)
         mbarrier.arrive(c.barriers.keys_empty, count=1)
         counter, rank, count = counter_of_last(c, work_tile, last, m_range, CONSUMER, KIND, WIDTH)

@@ -55,10 +55,10 @@ def last_dq_rows(k_t_smem, ds_smem, slot, CONSUMER: gl.constexpr, LAYOUT: gl.con
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE // 2, 32])
     LAST: gl.constexpr = k_t_smem.shape[0] // CONSUMERS - 1
     acc_init = gl.zeros([ROWS, PIECE // 2], gl.float32, HALF)
-    half = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, LAST, CONSUMER * (PIECE // 2))
+    half = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, LAST, CONSUMER * (PIECE // 2))  # dQ = dS K
     half = warpgroup_mma_wait(0, deps=[half])
     acc_init = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-    dq = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, CONSUMER, 0)
+    dq = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, CONSUMER, 0)  # dQ = dS K
     return warpgroup_mma_wait(0, deps=[dq]), half
 
 
