@@ -26,7 +26,8 @@ def gains() -> str:
     """A step, a call and a mask."""
     at = 8192
     steps = {
-        (row["attention"], row["compiled"]): row for row in rows_of_file(OF_MODELS) if row["model"] == "llama-1b-128"
+        (row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
+        if row["model"] == "llama-1b-128"
     }  # fmt: skip
     over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
             if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
