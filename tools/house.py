@@ -134,13 +134,13 @@ def upward(rooms: dict[str, dict[str, list[str]]]) -> list[str]:
 
 
 def names_of_implementations(modules: list[str]) -> list[str]:
-    """Where a string is what ``impl`` may name, outside of the folders of kernels and of `capabilities`."""
-    from sagebwd.kernels.capabilities import IMPLEMENTATIONS
+    """Where a string is what ``impl`` may name, outside of the folders of kernels and of `families`."""
+    from sagebwd.kernels.families import FAMILIES
 
     found = []
     for name in modules:
         if not name.startswith((f"{LIBRARY}.kernels.", f"{LIBRARY}.reference.")):
-            found += [f"{name}: {text!r}" for text in strings(name) if text in IMPLEMENTATIONS]
+            found += [f"{name}: {text!r}" for text in strings(name) if text in FAMILIES]
     return found
 
 

@@ -179,7 +179,8 @@ def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bo
     dims = head_dim, value_dim
     return (
         nvrtc.unavailable() is None
-        and choice.forward.impl == choice.backward.impl == "hopper"
+        and choice.forward.takes_prologue
+        and choice.backward.takes_prologue
         and choice.forms(*dims) == (dims, dims)
-        and keeps_inputs(choice.recipe, choice.backward.impl) == (False, False)
+        and keeps_inputs(choice.recipe, choice.backward) == (False, False)
     )

@@ -25,6 +25,7 @@ from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.derivatives import once_differentiable, savable
 from sagebwd.dispatch import Choice
+from sagebwd.kernels.families import REFERENCE
 from sagebwd.kernels.masks.blocks import blocks_of
 from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks.kinds import FULL, MASK
@@ -64,7 +65,7 @@ def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor,
     try:
         return _chosen(recipe, impl, dims, x, mask)
     except NotImplementedError:
-        reference = dispatch.SEPARATOR.join(["reference"] * 2)
+        reference = dispatch.SEPARATOR.join([REFERENCE.name] * 2)
         return dispatch.named(parsed("token" if recipe == AUTO else recipe), reference)
 
 
@@ -258,7 +259,7 @@ class _Attention(torch.autograd.Function):
         ctx.settings = q.shape[-1], *settings
         recipe, impl, _ = settings[-3:]
         choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, masks[1])
-        keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward.impl)
+        keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward)
         inputs = q if keep_q else None, k if keep_k else None, v
         ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, (sinks, *masks)))
         return o, lse, workspace

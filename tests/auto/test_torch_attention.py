@@ -22,6 +22,7 @@ from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PADDING, WINDOW
 from sagebwd.planning.specification import spec_of
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.tracing import assume_constant
+from tools.house import called
 
 CARD = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM = 4, 2, 16
