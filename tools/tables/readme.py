@@ -37,7 +37,8 @@ def gains() -> str:
         f"- **A step** of a 325M model, heads of 64, {length(at)} tokens a sequence, is {one} times as fast as with "
         f"FlashAttention-4 on one H200, and {fused} times where norm and rotary embedding run in the call too "
         f"([`fuse`](docs/qk-norm-rope.md#in-transformers)). A 7B was not timed: "
-        f"{estimate(*model, at)[1]:.2f} is [our estimate](docs/questions.md#what-do-i-gain-on-a-7b).",
+        f"{estimate(*model, at)[1]:.2f} is [our estimate](docs/questions.md#what-do-i-gain-on-a-7b), and "
+        "[one command](docs/steps.md#time-a-model) times yours.",
         f"- **A call** with {call['heads']} heads of {call['head_dim']} and {length(at)} tokens, causal, forward and "
         f"backward, takes {call['ms']:.2f} ms on an H200, where {PEERS[call['peer']]}, the fastest in BF16, takes "
         f"{call['peer_ms']:.2f}: {call['peer_ms'] / call['ms']:.2f} times as fast ([speed](docs/results/speed.md)).",
