@@ -32,7 +32,7 @@ OF_PASSES = {
 CUDA_KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
-    r"_?(Sage|NormRope)Attention(Backward)?|sagebwd::((qk_norm_rope_)?attention|flash_attention_4)(_backward)?"
+    r"SageAttention(Backward)?|sagebwd::(attention|flash_attention_4)(_backward)?"
     r"|aten::_scaled_dot_product_\w+"
 )
 ATTENTION = re.compile(

@@ -13,7 +13,7 @@ from sagebwd.arguments import ask_of
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.model import Size
 from sagebwd.call import Ask
-from sagebwd.kernels import capabilities
+from sagebwd.kernels import families
 from sagebwd.kernels.sm90 import widths
 from sagebwd.masks.kinds import FULL, MASK
 
@@ -63,7 +63,7 @@ def test_on_a_cpu_auto_is_full_precision():
         assert (choice.recipe, choice.name) == (Recipe.named("full"), "reference/reference")
 
 
-@pytest.mark.parametrize("arch", dispatch.MMA_SYNC)
+@pytest.mark.parametrize("arch", families.MMA_SYNC.first_on)
 @pytest.mark.parametrize(
     ("dims", "recipe", "name"),
     [
@@ -137,7 +137,11 @@ def test_each_direction_has_the_kernels_that_run_it(hopper, monkeypatch):
         dispatch.choose(ASK._replace(recipe=sixteen, impl="hopper"))
 
 
-@pytest.mark.parametrize("row", capabilities.ROWS, ids=lambda row: f"{row.direction}-{row.impl}")
+@pytest.mark.parametrize(
+    "row",
+    [row for family in families.FAMILIES.values() for row in (family.forward, family.backward)],
+    ids=lambda row: f"{row.direction}-{row.impl}",
+)
 def test_a_choice_has_the_rows_of_its_name(row):
     name = f"{row.impl}/{row.impl}"
     choice = dispatch.named(TOKEN, name)

@@ -25,7 +25,7 @@ STRANGERS = [
     (f"{KERNELS}.sm90", [f"{KERNELS}.portable", f"{KERNELS}.mma_sync"]),
 ]
 # Read where neither is to be imported: by the command line and by tools.
-ROWS = (f"{KERNELS}.capabilities", f"{KERNELS}.sm90.widths", "sagebwd.auto.model")
+ROWS = (f"{KERNELS}.families", f"{KERNELS}.sm90.widths", "sagebwd.auto.model", "sagebwd.auto.timings")
 MOST_UPWARD = 2
 
 
@@ -97,11 +97,16 @@ def test_rooms_know_those_below_them():
     assert len(house.upward(rooms)) <= MOST_UPWARD, house.upward(rooms)
 
 
+def test_implementations_are_named_in_their_folders_and_in_one_list():
+    package = "sagebwd.cli.doctor: 'triton'"  # whose version it prints
+    assert house.names_of_implementations(library()) == [package]
+
+
 def test_imports_in_functions_and_by_strings_are_seen():
     assert "lab.training.pretrain" in imports("lab.__main__")
     assert "lab.training.pretrain" not in imports("lab.__main__", late=False)
-    assert "sagebwd.kernels.portable.launch" in imports("sagebwd.kernels.capabilities")
-    assert "sagebwd.kernels.portable.launch" not in imports("sagebwd.kernels.capabilities", late=False)
+    assert "sagebwd.kernels.portable.launch" in imports("sagebwd.kernels.portable.family")
+    assert "sagebwd.kernels.portable.launch" not in imports("sagebwd.kernels.portable.family", late=False)
 
 
 def test_a_circle_and_an_arrow_upward_are_told():

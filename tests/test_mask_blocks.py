@@ -1,10 +1,9 @@
 """Triton's pass over a mask's elements, interpreted where there is no GPU, against torch's operators."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from sagebwd import Recipe, dispatch
 from sagebwd.kernels.masks import blocks as maps
 from sagebwd.kernels.masks import mask_blocks, sm90_block_lists
 from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, Mask, blocks_of
@@ -114,7 +113,7 @@ def test_bits_of_queries_are_kept_until_the_forward_has_them(taken):
 )
 def test_only_bits_that_kernels_read_are_made(forward, backward, by_key, words, taken):
     mask, q, k = MASKS["all"].to(DEVICE), torch.empty(2, 4, 150, 64), torch.empty(2, 2, 135, 64)
-    choice = SimpleNamespace(forward=SimpleNamespace(impl=forward), backward=SimpleNamespace(impl=backward))
+    choice = dispatch.named(Recipe.named("token"), f"{forward}/{backward}")
     keys, found = mask_argument.read(mask, mask, None, q, k, by_key=by_key, choice=choice)
     assert torch.equal(keys, found.keys)
     asked = [(x["words"], x["words_by_key"]) for x in taken if "words" in x]

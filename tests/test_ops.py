@@ -194,7 +194,8 @@ packages = {name.split(".")[0] for name in set(sys.modules) - before}
 assert packages - sys.stdlib_module_names == {"sagebwd"}, packages
 x = torch.randn(1, 1, 4, 8, requires_grad=True)
 sagebwd.sage_attention(x, x, x).sum().backward()
-rows = {"", ".capabilities", ".mma_sync", ".mma_sync.variant", ".sm90", ".sm90.widths"}  # who has what
+rows = {"", ".capabilities", ".families", ".mma_sync.variant", ".sm90.widths"}  # who has what
+rows |= {f".{family}{record}" for family in ("portable", "mma_sync", "sm90") for record in ("", ".family")}
 others = {".runtime", ".runtime.device", ".runtime.describing", ".masks", ".masks.blocks", ".masks.lists"}
 others |= {".masks.sm90_block_lists", ".masks.traced_block_mask", ".masks.work_splits"}
 known = {"sagebwd.kernels" + x for x in rows | others}

@@ -24,6 +24,7 @@ from sagebwd.numerics import rotation_sizes
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
+    from sagebwd.kernels.capabilities import Row
     from sagebwd.kernels.masks.lists import Lists
     from sagebwd.kernels.masks.sm90_block_lists import BlockLists
 
@@ -130,12 +131,12 @@ class Prologue(NamedTuple):
 
     eps: float | None
     interleaved: bool
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_cos: Tensor | None
-    q_sin: Tensor | None
-    k_cos: Tensor | None
-    k_sin: Tensor | None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_cos: Tensor | None = None
+    q_sin: Tensor | None = None
+    k_cos: Tensor | None = None
+    k_sin: Tensor | None = None
 
 
 class Call(NamedTuple):
@@ -297,7 +298,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def keeps_inputs(recipe: Recipe, backward: str) -> tuple[bool, bool]:
-    """Whether the backward of an implementation reads q and k: for a 16-bit product."""
-    always = backward == "reference" or recipe.s == SIXTEEN_BIT
+def keeps_inputs(recipe: Recipe, backward: Row) -> tuple[bool, bool]:
+    """Whether a family's backward reads q and k: for a 16-bit product."""
+    always = backward.in_torch or recipe.s == SIXTEEN_BIT
     return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT

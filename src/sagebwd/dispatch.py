@@ -1,7 +1,7 @@
 """Whose kernels run a call. `choose` answers, once a call; what it chose goes through the operators by name.
 
-The rows that it chooses from are static (`sagebwd.kernels.capabilities`); a module is imported when a call first runs
-on it. `sagebwd.auto.choice` says which calls of "auto" run in full precision instead.
+It reads the records of `sagebwd.kernels.families`, which are static; a module is imported when a call first runs on
+it. `sagebwd.auto.choice` says which calls of "auto" run in full precision instead.
 """
 
 from __future__ import annotations
@@ -16,19 +16,12 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Ask, Call, Saved
-from sagebwd.kernels import capabilities
-from sagebwd.kernels.capabilities import BACKWARD, FORWARD, IMPLEMENTATIONS, TORCH, Row
+from sagebwd.kernels import families
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD, Family, Row
+from sagebwd.kernels.families import FAMILIES
 from sagebwd.kernels.runtime import device as gpu
 from sagebwd.recipe import AUTO, Recipe
 
-# What "auto" stands for, by implementation: the reference that nobody named runs what torch has no function for.
-AUTOMATIC = {"hopper": "mixed", "mma_sync": "token", "triton": "token", "reference": "full"}
-# The same where mma.sync's own backward runs, which dP in INT8 makes faster; Triton's, at 64, it does not.
-AUTOMATIC_OF_OWN_BACKWARD = Recipe.parse("token(dp=int8)")
-# Compute capabilities that the kernels of mma.sync are compiled for in tests, and are tried first on.
-MMA_SYNC = (80, 86, 89, 120)
-# What the kernels of two families need, as `facts_of` names it.
-NEEDED = {"hopper": "extra hopper", "mma_sync": "NVRTC"}
 # An implementation of a traced call, which the operators choose.
 FASTEST = "fastest"
 # Of a choice's name, the forward's before it and the backward's behind.
@@ -53,8 +46,9 @@ class Choice(NamedTuple):
 
     @property
     def impl(self) -> str:
-        """What ``impl`` would name: "hopper" where either direction is its own. "torch" is nothing to name."""
-        return max(self.forward.impl, self.backward.impl, key=(*IMPLEMENTATIONS, TORCH).index)
+        """What ``impl`` would name: of two families the later, whose direction the other's completes."""
+        named = [name for name in FAMILIES if name in (self.forward.impl, self.backward.impl)]
+        return named[-1] if named else self.forward.impl  # "torch", which is nothing to name
 
     def forms(self, head_dim: int, value_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The widths that its kernels run at, forward and backward, which a call's are filled up to with zeros.
@@ -69,10 +63,8 @@ class Choice(NamedTuple):
 def choose(ask: Ask, card: str | None = None) -> Choice:
     """Whose kernels run a call, and by which recipe.
 
-    "auto" is `mixed` where Hopper's kernels run it, `token(dp=int8)` where mma.sync's forward and backward do, else
-    `token` on a GPU and under ``impl="reference"``, else `full`. The implementation is the named one, or Hopper's
-    kernels on compute capability 9.0 where they take the call, mma.sync's on the `MMA_SYNC`, else Triton's on a GPU
-    and the reference elsewhere.
+    "auto" is what the family's record says. The implementation is the named one, or the first of those that are faster
+    on the GPU's compute capability and take the call, else Triton's on a GPU and the reference elsewhere.
 
     card: the name of a GPU of compute capability 9.0 with all of the extras, whose answer is wanted; None for the
     device itself.
@@ -89,57 +81,53 @@ def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -
     check_known(None if ask.impl == FASTEST else ask.impl)
     if ask.impl not in (None, FASTEST):
         wanted = (ask.impl,)
-    elif ask.device.type == "cuda":
-        wanted = (*before_triton(arch), "triton")
     else:
-        wanted = ("reference",)
-    _check_device(wanted[-1], ask.device, arch, interpreted)
-    _check_dtype(wanted[-1], ask.dtype)
+        on_gpu = ask.device.type == "cuda"
+        wanted = (*(families.faster_on(arch) if on_gpu else ()), families.any_of(on_gpu).name)
+    last = FAMILIES[wanted[-1]]
+    _check_device(last, ask.device, arch, interpreted)
+    _check_dtype(last, ask.dtype)
     reasons = {}
     for impl in wanted:
-        recipe = _automatic(impl, ask) if ask.recipe == AUTO else ask.recipe
-        found = _rows(impl, recipe, ask, with_extras)
+        recipe = _automatic(FAMILIES[impl], ask) if ask.recipe == AUTO else ask.recipe
+        found = _rows(FAMILIES[impl], recipe, ask, with_extras)
         if not isinstance(found, str):
             return Choice(recipe, *found)
         reasons[found] = None
     raise NotImplementedError(
-        f"impl={wanted[-1]!r} does not support this call: {'; '.join(reasons)}; impl='reference' does"
+        f"impl={last.name!r} does not support this call: {'; '.join(reasons)}; impl={families.REFERENCE.name!r} does"
     )
 
 
-def _automatic(impl: str, ask: Ask) -> Recipe:
-    """What "auto" stands for where an implementation runs a call: one recipe, whether it trains or not."""
-    if ask.impl == "reference":
-        return Recipe.named("token")
-    if impl == "mma_sync" and capabilities.row(BACKWARD, impl).form(ask.head_dim, ask.value_dim) is not None:
-        return AUTOMATIC_OF_OWN_BACKWARD
-    return Recipe.named(AUTOMATIC[impl])
-
-
-def before_triton(arch: int) -> tuple[str, ...]:
-    """Implementations that are faster than Triton's kernels on a GPU, where they take a call."""
-    if arch == 90:
-        return ("hopper",)
-    return ("mma_sync",) if arch in MMA_SYNC else ()
+def _automatic(family: Family, ask: Ask) -> Recipe:
+    """What "auto" stands for where a family runs a call: one recipe, whether it trains or not."""
+    if ask.impl == family.name and family.auto_if_named:
+        return Recipe.named(family.auto_if_named)
+    own = family.auto_of_own_backward
+    if own is not None and family.backward.form(ask.head_dim, ask.value_dim) is not None:
+        return Recipe.parse(own)
+    return Recipe.named(family.auto)
 
 
 def refusal(ask: Ask) -> str | None:
     """Why the implementation that is asked for lacks a recipe, width or mask, or None; the device is not looked at."""
-    found = _rows(ask.impl, ask.recipe, ask)
+    found = _rows(FAMILIES[ask.impl], ask.recipe, ask)
     return found if isinstance(found, str) else None
 
 
-def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
-    """The rows of an implementation for both directions, or why it lacks the call.
+def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
+    """The rows of a family for both directions, or why it lacks the call.
 
-    "hopper" and "mma_sync" have at least one of the two themselves; the other is Triton's, to the same recipe, where
-    they lack that or what compiles them is missing; with_extras: it is not.
+    A family that falls back has at least one of the two itself; the other is run to the same recipe, where it lacks
+    that or what compiles it is missing; with_extras: it is not.
     """
     dtype = str(ask.dtype).removeprefix("torch.")
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
-        for candidate in (impl, "triton") if impl in ("hopper", "mma_sync") else (impl,):
-            row = capabilities.row(direction, candidate)
+        candidates = family, *([FAMILIES[family.falls_back]] if family.falls_back else [])
+        for row in (candidate.row(direction) for candidate in candidates):
+            if row is None:
+                continue
             reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype)
             if reason is None and row.needs and not with_extras:
                 reason = missing(row)
@@ -147,7 +135,7 @@ def _rows(impl: str, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tup
                 rows.append(row)
                 break
             refusals.append(reason)
-    if len(rows) == 2 and impl in (row.impl for row in rows):
+    if len(rows) == 2 and family.name in (row.impl for row in rows):
         return rows[0], rows[1]
     return "; ".join(dict.fromkeys(refusals))
 
@@ -159,52 +147,49 @@ def missing(row: Row) -> str | None:
 
 def check_known(impl: str | None) -> None:
     """Raises ValueError for the name of no implementation; None is the fastest."""
-    if impl is not None and impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, IMPLEMENTATIONS))}")
+    if impl is not None and impl not in FAMILIES:
+        raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, FAMILIES))}")
 
 
 def check_traced(impl: str | None, device: torch.device, dtype: torch.dtype) -> None:
     """Raises what `choose` does, as far as a trace knows: the operators choose when it runs."""
     check_known(impl)
     on_gpu = device.type == "cuda"
-    likely = impl or ("triton" if on_gpu else "reference")
+    likely = families.any_of(on_gpu) if impl is None else FAMILIES[impl]
     _check_device(likely, device, 90 if on_gpu else 0, os.environ.get("TRITON_INTERPRET") == "1")
     _check_dtype(likely, dtype)
 
 
-def _check_device(impl: str, device: torch.device, arch: int, interpreted: bool) -> None:
-    if impl == "hopper" and arch != 90:
-        way_out = "use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU"
-        raise ValueError(f"impl='hopper' needs a GPU of compute capability 9.0 (H100, H200), got {device}; {way_out}")
-    if impl == "mma_sync" and arch < 80:
-        way_out = "use impl='triton'" if device.type == "cuda" else "use impl='reference' on a CPU"
-        raise ValueError(f"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got {device}; {way_out}")
-    if impl == "triton" and device.type != "cuda" and not interpreted:
-        raise ValueError(
-            f"impl='triton' needs a CUDA device, got {device}; "
-            "use impl='reference', or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
-        )
+def _check_device(family: Family, device: torch.device, arch: int, interpreted: bool) -> None:
+    if family.runs_on(arch) or (family.interpreted and interpreted):
+        return
+    way_out = f"use impl={families.any_of(device.type == 'cuda').name!r}"
+    if family.interpreted:
+        way_out += ", or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
+    elif device.type != "cuda":
+        way_out += " on a CPU"
+    raise ValueError(f"impl={family.name!r} needs {family.gpu}, got {device}; {way_out}")
 
 
-def _check_dtype(impl: str, dtype: torch.dtype) -> None:
-    accepted = capabilities.row(FORWARD, impl).dtypes
+def _check_dtype(family: Family, dtype: torch.dtype) -> None:
+    accepted = (family.forward or family.backward).dtypes
     name = str(dtype).removeprefix("torch.")
     if name not in accepted:
         raise TypeError(
-            f"query: dtype {name} is not supported by impl={impl!r}; accepted: {', '.join(accepted)}. Run under "
-            "torch.autocast, cast the tensors, or ask for impl='reference' (slow)"
+            f"query: dtype {name} is not supported by impl={family.name!r}; accepted: {', '.join(accepted)}. Run "
+            f"under torch.autocast, cast the tensors, or ask for impl={families.REFERENCE.name!r} (slow)"
         )
 
 
 def named(recipe: Recipe, name: str) -> Choice:
     """The choice of a recipe and a `Choice.name`."""
     forward, _, backward = name.partition(SEPARATOR)
-    return Choice(recipe, capabilities.row(FORWARD, forward), capabilities.row(BACKWARD, backward))
+    return Choice(recipe, families.row(FORWARD, forward), families.row(BACKWARD, backward))
 
 
 def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """The output, and what `backward` reads of it, each in memory of its own."""
-    if choice.forward.impl == "reference":
+    if choice.forward.in_torch:
         return _module(choice.forward.module).forward(call, q, k, v)
     given = *family(FORWARD, choice, call), prepared(FORWARD, choice, call), q, k, v
     return Saved(*runtime().program.run(runtime().driver.forward, *given))
@@ -215,7 +200,7 @@ def backward(
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv; q and k are given where `sagebwd.call.keeps_inputs` says so."""
-    if choice.backward.impl == "reference":
+    if choice.backward.in_torch:
         return _module(choice.backward.module).backward(call, saved, do, dlse, q, k, v)
     given = *family(BACKWARD, choice, call), prepared(BACKWARD, choice, call), saved, do, dlse, q, k, v
     return runtime().program.run(runtime().driver.backward, *given)[:-1]

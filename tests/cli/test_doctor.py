@@ -5,6 +5,7 @@ import torch
 
 from sagebwd import Recipe, dispatch
 from sagebwd.cli import doctor
+from sagebwd.kernels.families import FAMILIES
 
 
 def test_facts_name_versions_and_gpu():
@@ -41,7 +42,7 @@ def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
 def test_answers_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, (64, 64), Recipe.named("token"))}
-    assert set(answers) == set(dispatch.IMPLEMENTATIONS)
+    assert set(answers) == set(FAMILIES)
     assert answers["reference"].chosen
     assert not answers["triton"].takes
     assert "needs a CUDA device" in answers["triton"].reason

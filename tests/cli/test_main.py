@@ -9,7 +9,7 @@ import torch
 from sagebwd.auto.model import DIRECTIONS
 from sagebwd.cli import doctor, hardware, measure, timings
 from sagebwd.cli import main as cli
-from sagebwd.kernels.capabilities import IMPLEMENTATIONS
+from sagebwd.kernels.families import FAMILIES
 from sagebwd.version import __version__
 from tests import programs
 from tests.commands import ROOT, forked, runner, started
@@ -78,7 +78,7 @@ def test_doctor_says_who_runs_a_wide_head(recipe, expected, said, command):
     code, out, _ = command("doctor", "--device", "cpu", "--head-dim", 512, "--recipe", recipe)
     assert code == expected
     assert "runs it:" not in out
-    assert out.count("head_dim 512 is not supported; accepted: 1 to 256") == len(IMPLEMENTATIONS)
+    assert out.count("head_dim 512 is not supported; accepted: 1 to 256") == len(FAMILIES)
     assert said in out
     assert ("self-test PASS: relative L2 to torch in FP64 at most" in out) is (recipe == "auto")
 

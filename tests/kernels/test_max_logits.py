@@ -50,12 +50,13 @@ def test_they_are_the_recipes(case):
 
 
 @pytest.mark.parametrize("name", ["first-keys", "packed", "head-dim-20"])
-def test_where_mma_sync_runs_backward(name, monkeypatch):
+@pytest.mark.parametrize("on", [pytest.param(DEVICE, marks=on_gpu)])
+def test_where_mma_sync_runs_backward(name, on, monkeypatch):
     """Its forward keeps no row maxima: the portable one runs, to the same recipe."""
     from sagebwd.kernels.mma_sync import launch
 
     monkeypatch.setattr(launch, "kernel_of", lambda *_: pytest.fail("a kernel of mma.sync's forward"))
-    case = dataclasses.replace(CASES[name], max_logits=True)
+    case = dataclasses.replace(CASES[name], max_logits=True, device=on)
     inputs = case.inputs()
     call = case.call(*inputs[:2])
     found = case.forward("mma_sync/triton", call, inputs).max_logits
@@ -63,11 +64,10 @@ def test_where_mma_sync_runs_backward(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted((CASES.keys() - {"full", "paper", "not-smoothed"}) | HOPPER.keys()))
-@pytest.mark.parametrize("recipe", ["mixed", "mixed(dp=int8)"])
-@pytest.mark.parametrize("on", [pytest.param("hopper", marks=needs_hopper)])
-def test_on_hopper(name, recipe, on):
+@pytest.mark.parametrize("impl", [pytest.param("hopper", marks=needs_hopper)])
+def test_on_hopper(name, impl):
     """Exact where most blocks need no maxima, too (`sagebwd.kernels.sm90.forward.variant.Variant.exact`)."""
-    check(dataclasses.replace((CASES | HOPPER)[name], recipe=recipe), on)
+    check(dataclasses.replace((CASES | HOPPER)[name], recipe="mixed"), impl)
 
 
 def test_the_variant_on_hopper_is_exact(monkeypatch):

@@ -50,6 +50,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "masks": masks.masks,
     "speed-auto": speed.auto,
     "steps": steps.steps,
+    "steps-of-models": steps.models,
+    "estimates": steps.estimates,
     "memory-of-a-call": steps.memory_of_a_call,
     "longest": steps.longest_sequences,
     "blocks": qk_norm_rope.blocks,

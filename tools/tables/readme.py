@@ -2,15 +2,15 @@
 
 from lab.studies.study_tables import table
 from lab.training.token_cost import worth
+from tools.tables import gains as estimates
 from tools.tables.accuracy import NAMES, of_all_weights, smollm2
 from tools.tables.cells import between, length
-from tools.tables.gains import MODELS, estimate
 from tools.tables.masks import FILE, speeds
 from tools.tables.pretraining import FROM_SCRATCH, SIZES, TRAINED_ON, find, gap, rows_of
 from tools.tables.results import BENCHMARKS, PEERS, RECIPES, TENSORS, load
 from tools.tables.results import rows_of as rows_of_file
 from tools.tables.speed import CARDS, LENGTHS, packed_speeds, training_speeds
-from tools.tables.steps import calls_of, of_325m, over_flash_attention
+from tools.tables.steps import OF_MODELS, calls_of, over_flash_attention
 
 WHOLE_SUITE, NEWEST_SUITE, H100_SUITE = (
     "h200_2026-11-28_2451bcf",
@@ -25,8 +25,13 @@ FILLED = (72, 80, 112)
 def gains() -> str:
     """A step, a call and a mask."""
     at = 8192
-    one, fused = (f"{of_325m(name)[at]['speedup']:.2f}" for name in ("mixed", "mixed+fused"))
-    (model,) = [model for name, model in MODELS.items() if name.startswith("7B")]
+    steps = {
+        (row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
+        if row["model"] == "llama-1b-128"
+    }  # fmt: skip
+    over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
+            if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
+    over_sdpa = steps["sdpa", True]["ms"] / steps["sagebwd", True]["ms"]
     call = next(
         row for row in rows_of_file(CARDS["H200"][0])
         if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", "fwd+bwd", True, at)
@@ -34,11 +39,14 @@ def gains() -> str:
     (frames, own), *_ = [(call, own) for call, own in speeds(rows_of_file(FILE)).items() if call[0] == "causal-frames"]
     over_flex, over_best = own[False, "fwd+bwd"]
     return "\n".join([
-        f"- **A step** of a 325M model, heads of 64, {length(at)} tokens a sequence, is {one} times as fast as with "
-        f"FlashAttention-4 on one H200, and {fused} times where norm and rotary embedding run in the call too "
-        f"([`fuse`](docs/qk-norm-rope.md#in-transformers)). A 7B was not timed: "
-        f"{estimate(*model, at)[1]:.2f} is [our estimate](docs/questions.md#what-do-i-gain-on-a-7b), and "
-        "[one command](docs/steps.md#time-a-model) times yours.",
+        f"- **A step** of a Llama with 1.1B weights, heads of 128 and {length(at)} tokens a sequence, under "
+        f"`torch.compile` on one H200, is {over['sagebwd', True]} times as fast as with FlashAttention-4, and "
+        f"{over_sdpa:.2f} times as fast as with Transformers' `sdpa`, which "
+        "[reads a mask of elements there](docs/steps.md#what-sdpa-loses-in-a-compiled-model). Uncompiled it is "
+        f"{over['sagebwd', False]} times as fast as with FlashAttention-4, and {over['sagebwd+fuse', False]} times "
+        "with the [rotary embedding in the call](docs/qk-norm-rope.md#in-transformers). An 8B was not timed: "
+        f"{estimates.of('8B', at).gain(estimates.OVER):.2f} compiled is "
+        "[our estimate](docs/questions.md#what-do-i-gain-on-a-7b).",
         f"- **A call** with {call['heads']} heads of {call['head_dim']} and {length(at)} tokens, causal, forward and "
         f"backward, takes {call['ms']:.2f} ms on an H200, where {PEERS[call['peer']]}, the fastest in BF16, takes "
         f"{call['peer_ms']:.2f}: {call['peer_ms'] / call['ms']:.2f} times as fast ([speed](docs/results/speed.md)).",
@@ -79,8 +87,7 @@ def errors_of_smollm2() -> str:
 def safety() -> str:
     """What was trained, and what a gap costs."""
     scratch, further = find("mixed", "QK-norm, 16K", FROM_SCRATCH), find("mixed", "1e-4", TRAINED_ON)
-    (model,) = [model for name, model in MODELS.items() if name.startswith("7B")]
-    gain = round(estimate(*model, 8192)[1], 2)
+    gain = round(estimates.of("8B", 8192).gain(estimates.OVER), 2)
     tokens = next(tokens for name, tokens, _ in SIZES if name == "7B")
     own = [rows_of(test)[0] for test in (scratch, further)]
     return "\n".join([

@@ -14,23 +14,28 @@ import torch
 
 from sagebwd import dispatch, switches
 from sagebwd.auto import agreement, model, peers, timings
-from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, LOW, PEERS
-from sagebwd.auto.contenders import TORCH as PICKED_BY_TORCH
+from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, LOW, PEERS, TORCH
 from sagebwd.auto.model import Size, Times
 from sagebwd.call import Ask, padded_head_dim
 from sagebwd.dispatch import Choice
-from sagebwd.kernels import capabilities
-from sagebwd.kernels.capabilities import BACKWARD, FORWARD, TORCH
+from sagebwd.kernels import families
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD, REFERENCE_DTYPES, Row, as_it_is
 from sagebwd.masks.kinds import CAUSAL, WINDOW
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.tracing import assume_constant
 from sagebwd.version import __version__
 
+# Both directions of a call in full precision, by functions of torch's own.
+_ROWS = [
+    Row(direction, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, as_it_is, "any")
+    for direction in (FORWARD, BACKWARD)
+]
+
 
 @cache
 def handed_to(contender: str) -> Choice:
     """The choice of a call that "auto" hands over: in full precision, by one of `sagebwd.auto.contenders`."""
-    return Choice(Recipe.named("full"), capabilities.row(FORWARD, TORCH), capabilities.row(BACKWARD, TORCH), contender)
+    return Choice(Recipe.named("full"), *_ROWS, contender)
 
 
 def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned: bool = True) -> Choice:
@@ -55,10 +60,10 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     if size is None or ask.recipe != AUTO or ask.impl is not None or not (size.by_torch or planned):
         return None
     if ask.only_torch is not None:
-        return PICKED_BY_TORCH
+        return TORCH
     costs = _costs(card, planned, *ask)
     if isinstance(costs, bool):
-        return PICKED_BY_TORCH if costs and size.by_torch else None
+        return TORCH if costs and size.by_torch else None
     low, full = costs
     of = ask.kind, ask.training
     fastest, least = None, None
@@ -72,7 +77,7 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
             fastest, least = name, taken
     if least is None or (low is not None and model.is_less(model.taken(low, size.work(LOW, *of)), least)):
         return None
-    return fastest if planned else PICKED_BY_TORCH
+    return fastest if planned else TORCH
 
 
 def is_wrong(name: str, ask: Ask, size: Size) -> bool:
@@ -104,7 +109,7 @@ def _costs(
     if card is None:
         check_agreement(ask.device)
     on_gpu = ask.device.type == "cuda"
-    without_torch = capabilities.row(FORWARD, "triton" if on_gpu else "reference")
+    without_torch = families.any_of(on_gpu).forward
     if str(ask.dtype).removeprefix("torch.") not in without_torch.dtypes:
         return False
     times = times_of(ask, card) if on_gpu else None
@@ -147,9 +152,10 @@ def facts_of(device: torch.device) -> dict[str, str]:
     times = [found._replace(source="") for found in timings.of_card(card, torch.__version__)]
     measured = hashlib.sha256(repr(times).encode()).hexdigest()[:12] if times else "none"
     facts = {"card": card, "sagebwd": __version__, "torch": torch.__version__, "measured times": measured}
-    for impl in dispatch.before_triton(dispatch.arch_of(device)):
-        usable = dispatch.missing(capabilities.row(FORWARD, impl)) is None
-        facts[dispatch.NEEDED[impl]] = "usable" if usable else "not usable"
+    for name in families.faster_on(dispatch.arch_of(device)):
+        family = families.FAMILIES[name]
+        usable = dispatch.missing(family.forward) is None
+        facts[family.needs] = "usable" if usable else "not usable"
     found = [f"{peer} without backward" if peers.lacks_backward(peer) else peer for peer in peers.installed()]
     facts["peers"] = ", ".join(found) or "none"
     on = [name for name, is_on in dataclasses.asdict(switches.current).items() if is_on]
@@ -191,7 +197,7 @@ def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int] | No
     if any(row.form(head_dim, value_dim) is None for row in (choice.forward, choice.backward)):
         return None
     form = choice.forms(head_dim, value_dim)[0]
-    return tuple(map(padded_head_dim, form)) if choice.forward.impl == "triton" else form
+    return tuple(map(padded_head_dim, form)) if choice.forward.powers_of_two else form
 
 
 @cache

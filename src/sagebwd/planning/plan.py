@@ -24,7 +24,6 @@ from sagebwd.derivatives import savable
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
-from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import tensors_in
 from sagebwd.planning import mask_argument
@@ -54,7 +53,7 @@ class SdpaCall:
     def __init__(self, contender: str, run: Callable[..., Tensor], *, saves_copies: bool = False) -> None:
         """contender: of `sagebwd.auto.contenders`, who runs it. saves_copies: of tensors of inference mode."""
         self.answer = handed_over(contender)
-        self.run = (lambda *given: run(*map(savable, given))) if saves_copies else run
+        self.run = (lambda *given: run(*savable(*given))) if saves_copies else run
 
 
 class Plan:
@@ -73,12 +72,12 @@ class Plan:
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
         self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None, prologue=None)
         norm = call.prologue is not None and call.prologue.eps is not None
-        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward.impl)
+        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward)
         sequences = queries.batch if call.packed else None
         dims = call.head_dim, call.value_dim
         self.pieces, self.bytes = pieces_of(choice, dims, q, k, sequences, sinks, norm, call.max_logits)
         self.is_empty = q.numel() == 0 or k.numel() == 0
-        by_kernels = "reference" not in (choice.forward.impl, choice.backward.impl)
+        by_kernels = not (choice.forward.in_torch or choice.backward.in_torch)
         self.describes_masks = by_kernels and not are_first_keys_apart(choice, call)
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
@@ -113,7 +112,7 @@ class Plan:
         if mask.__class__ is TracedBlockMask:
             traced, mask = self._as_read(FORWARD, mask)
         workspace = torch.empty(self.bytes, dtype=torch.uint8, device=q.device)
-        if self.is_empty or self.choice.forward.impl == "reference":
+        if self.is_empty or self.choice.forward.in_torch:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
         unread = mask is not None and mask.is_unread
@@ -149,7 +148,7 @@ class Plan:
         traced = None
         if mask.__class__ is TracedBlockMask:
             traced, mask = self._as_read(BACKWARD, mask)
-        if self.is_empty or self.choice.backward.impl == "reference":
+        if self.is_empty or self.choice.backward.in_torch:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
         unread = mask is not None and mask.is_unread
@@ -191,8 +190,7 @@ class Plan:
 
     def _form(self, direction: str) -> str:
         """How the kernels of a direction read tiles of a BlockMask."""
-        row = self.choice.forward if direction == FORWARD else self.choice.backward
-        return ELEMENTS if row.impl != "hopper" else WORDS if direction == FORWARD else WORDS_BY_KEY
+        return (self.choice.forward if direction == FORWARD else self.choice.backward).mask_form
 
     def _with_mask(self, direction: str, traced: TracedBlockMask, call: Call) -> Call:
         """The call with what its kernels read of a BlockMask; in a description."""

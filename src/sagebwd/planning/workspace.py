@@ -38,7 +38,7 @@ def pieces_of(
     Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed; norm,
     whether the call has one of its own (`sagebwd.call.Prologue`).
     """
-    recipe, kernels = choice.recipe, choice.forward.impl != "reference"
+    recipe, kernels = choice.recipe, not choice.forward.in_torch
     rows_q, rows_k = tuple(q.shape[:-1]), tuple(k.shape[:-1])
     packed = sequences is not None
     tokens_q, tokens_k = (rows[::-1] if packed else rows for rows in (rows_q, rows_k))
@@ -51,10 +51,8 @@ def pieces_of(
         wanted += ("k_int8", torch.int8, (*rows_k, width), 1), ("k_scale", torch.float32, tokens_k, 1)
     if kernels and recipe.dv == FP8:
         wanted.append(("row_max", torch.float32, tokens_q, 1))
-    # `launch_statistics` writes V's mean behind K's
-    means = 2 if choice.forward.impl in ("triton", "mma_sync") else 1
     batch = sequences if packed else k.shape[0]
-    wanted.append(("k_mean", accumulator, (batch, k.shape[1], dims[0]), means))
+    wanted.append(("k_mean", accumulator, (batch, k.shape[1], dims[0]), choice.forward.means))
     if norm:
         for name, tokens in (("q_inverse_rms", tokens_q), ("k_inverse_rms", tokens_k)):
             wanted.append((name, torch.float32, tokens, 1))

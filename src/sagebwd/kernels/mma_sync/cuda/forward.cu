@@ -94,12 +94,12 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     next_slot = at_slot;
     at_slot = at_slot == (STAGES - 1) * STAGE ? 0 : at_slot + STAGE;
 
-    int s[MT][OWN_KEYS / 8][4];  // S = Q K^T
+    int s[MT][OWN_KEYS / 8][4];  // (1) [GEMM] S = Q K^T
     UNROLL for (int n = 0; n < OWN_KEYS / 8; n += AT_ONCE) UNROLL for (int c = 0; c < D / 64; c++) {
       u32 b[AT_ONCE][4];
       UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
-      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
-      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);  // S = Q K^T, 32 channels
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);  // S += Q K^T, 32 more
     }
     float x[MT][OWN_KEYS / 8][4], top[MT][2], weight[MT][2];
     auto find_tops = [&]() {
@@ -157,7 +157,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int e = 0; e < 2; e++) UNROLL for (int h = 0; h < 2; h++) {
           float two[2];
           UNROLL for (int b = 0; b < 2; b++) {
-            two[b] = exp2_of(x[i][n + e][2 * h + b] * qs[i][h] - top[i][h]);  // LEVELS P = exp2(S - block_max + log2(LEVELS))
+            two[b] = exp2_of(x[i][n + e][2 * h + b] * qs[i][h] - top[i][h]);  // (2) LEVELS P = exp2(S - block_max + log2(LEVELS))
             if (!PRODUCT_SUMS) sum[2 * h] += two[b];
           }
           y[2 * e + h] = to_fp16(two[0], two[1]);
@@ -166,7 +166,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int h = 0; h < 2; h++)
           p[i][n / 4][(n & 2) + h] = __byte_perm(add_fp16(y[h], TWO_1152), add_fp16(y[2 + h], TWO_1152), 0x6420);
       }
-      UNROLL for (int h = 0; h < 2; h++) l[i][h] += sum[2 * h] * weight[i][h];  // l = alpha l + beta rowsum(P)
+      UNROLL for (int h = 0; h < 2; h++) l[i][h] += sum[2 * h] * weight[i][h];  // (3) l = alpha l + beta rowsum(P)
     }
     if (SPLIT == 2) {
       const u32 mine = base + CODES_AT + warp * CODES + lane * 16, other = base + CODES_AT + (warp ^ 1) * CODES + lane * 16;
@@ -179,12 +179,12 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       }
     }
     UNROLL for (int n = 0; n < OWN_D / 8; n += AT_ONCE) {
-      int sum[AT_ONCE][MT][4];  // P V
+      int sum[AT_ONCE][MT][4];  // (4) [GEMM] O = alpha O + beta P V
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
         u32 b[AT_ONCE][4];
         UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
-        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);  // P V, 32 keys
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);  // P V, 32 more
       }
       UNROLL for (int e = 0; e < AT_ONCE; e++) {
         float vs[4];
@@ -213,7 +213,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) s[i][j][r] = 0;
       UNROLL for (int k = 0; k < D / 32; k++) {
         const u32 low_word = *(const u32*)(at + k * 32), high_word = *(const u32*)(at + k * 32 + 16);
-        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // S = Q K^T
+        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // [GEMM] S = Q K^T of the keys that are apart
       }
     }
     u32 p[MT][4];
@@ -240,7 +240,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       const u32 low_word = words[0], high_word = words[1];
       UNROLL for (int i = 0; i < MT; i++) {
         float sum[4] = {0, 0, 0, 0};
-        mma_16bit(sum, p[i], low_word, high_word);  // P V
+        mma_16bit(sum, p[i], low_word, high_word);  // [GEMM] P V of the keys that are apart
         UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] = acc[i][n][r] * decay[i][r >> 1] + sum[r] * LEVELS;  // O = alpha O + P V
       }
     }
