@@ -27,12 +27,13 @@ from benchmarks.timer import wait
 PACKAGE = Path(sagebwd.__file__).parent
 # Folders and files whose kernels are passes; those of all others are attention itself.
 OF_PASSES = {
-    "common", "operands", "operands.py", "masks", "sinks.py", "quantize.cu", "row_values.cu", "finish.cu"
+    "common", "operands", "operands.py", "masks", "sinks.py", "max_logits.py", "quantize.cu", "row_values.cu",
+    "finish.cu",
 }  # fmt: skip
 CUDA_KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
 PARTS = ("attention", "passes", "copies", "other", "idle")
 OPERATOR = re.compile(
-    r"_?(Sage|NormRope)Attention(Backward)?|sagebwd::((qk_norm_rope_)?attention|flash_attention_4)(_backward)?"
+    r"SageAttention(Backward)?|sagebwd::(attention|flash_attention_4)(_backward)?"
     r"|aten::_scaled_dot_product_\w+"
 )
 ATTENTION = re.compile(

@@ -29,7 +29,7 @@ from statistics import geometric_mean
 import torch
 from torch import Tensor
 
-from sagebwd import arguments, dispatch
+from sagebwd import arguments, dispatch, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH, VARLEN
 from sagebwd.auto.model import DIRECTIONS, MARGIN
@@ -223,10 +223,11 @@ def chosen_of(call: Call, leaves: list[Tensor]) -> str:
     q, k, v = leaves
     if call.kind == PACKED:
         offsets = call.offsets(q.device)
-        choice = arguments.packed_choice_of(q, k, v, offsets, offsets, *(call.longest,) * 2, is_causal=True)[0]
+        packed = q, k, v, offsets, offsets, *(call.longest,) * 2
+        choice, _ = arguments.choice_of(sage_attention_varlen, *packed, is_causal=True)
     else:
         ours = attentions(call, leaves)[0]
-        choice = arguments.choice_of(q, k, v, **ours.keywords)[0]
+        choice, _ = arguments.choice_of(sage_attention, q, k, v, **ours.keywords)
     contender = choice.contender or LOW
     return TORCH if contender == VARLEN else contender
 
@@ -237,10 +238,10 @@ def ms_by_package(call: Call, row: Row, card: str) -> float:
     leaves = [x.requires_grad_(call.trains) for x in tensors]
     if call.kind == PACKED:
         offsets = call.offsets(torch.device("meta"))
-        lengths = (call.longest,) * 2
-        _, of = arguments.packed_choice_of(*leaves, offsets, offsets, *lengths, is_causal=True, card=card)
+        packed = *leaves, offsets, offsets, *(call.longest,) * 2
+        _, of = arguments.choice_of(sage_attention_varlen, *packed, is_causal=True, card=card)
     else:
-        _, of = arguments.choice_of(*leaves, **attentions(call, leaves)[0].keywords, card=card)
+        _, of = arguments.choice_of(sage_attention, *leaves, **attentions(call, leaves)[0].keywords, card=card)
     times = auto_choice.times_of(of.ask, card)
     if times is None:
         return row.ms_of(TORCH if of.size.by_torch else LOW)

@@ -7,7 +7,7 @@ what `sage_attention` costs by `token` on the portable kernels under masks of ea
 `mixed` on Hopper's kernels, and `new-masks` how
 long calls take, the device's part included, under masks of each kind, beside torch's `create_block_mask`. `auto`
 prints what calls by it cost beside torch's own of the same: on a CPU, where `auto` hands them over, the package's part
-of that.
+of that. `fused` prints what `qk_norm_rope_attention` costs by `mixed`.
 
 With ``--cuda`` it runs on the GPU that is there, an H100 or H200, CUDA's part included, and times torch's
 attention beside; `new-masks` then is of `mixed` on Hopper's kernels, and of 16384 tokens too. Without, the
@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
 from benchmarks.timer import from_rest
-from sagebwd import dispatch, read_block_mask, sage_attention
+from sagebwd import dispatch, qk_norm_rope_attention, read_block_mask, sage_attention
 from sagebwd.auto import choice as auto_choice
 from sagebwd.call import Call
 from sagebwd.cli.timer import time_interleaved
@@ -86,7 +86,9 @@ def take_driver(folder: Path) -> None:
     import triton.backends.nvidia as nvidia
 
     source = (Path(nvidia.__path__[0]) / "driver.c").read_text(encoding="utf-8")
-    called = {"cuLaunchKernel", "cuLaunchKernelEx", *re.findall(r"\bcu[A-Z][A-Za-z0-9]*\b(?=\s*[(),;])", source)}
+    own = "MemsetD8Async", "DevicePrimaryCtxRetain", "CtxSetCurrent", "FuncSetAttribute"  # which the package calls
+    called = {"cuLaunchKernel", "cuLaunchKernelEx", *(f"cu{name}" for name in own)}
+    called.update(re.findall(r"\bcu[A-Z][A-Za-z0-9]*\b(?=\s*[(),;])", source))
     rest = "".join(f"int {name}() {{ return 0; }}\n" for name in sorted(called) if f"int {name}(" not in LIBCUDA)
     library = folder / "libcuda.so.1"
     subprocess.run(
@@ -211,6 +213,26 @@ def measure_masks(
     return microseconds(calls, device, rounds, ms)
 
 
+def measure_fused(rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu") -> dict[str, float]:
+    """Microseconds of `qk_norm_rope_attention` by one plan, and of its backward through autograd."""
+    if device == "cpu":
+        pretend()
+    *leaves, do = inputs(device)
+    leaves += [torch.ones(HEAD_DIM, device=device) for _ in range(2)]
+    leaves = [x.requires_grad_() for x in leaves]
+    table = torch.ones(TOKENS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+
+    def attend() -> torch.Tensor:
+        q, k, v, *weights = leaves
+        tables = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6, "cos": table, "sin": table}
+        return qk_norm_rope_attention(q, k, v, **tables, is_causal=True, recipe="mixed")
+
+    out = attend()
+    backward = partial(torch.autograd.grad, out, leaves, do, retain_graph=True)
+    calls = {"qk_norm_rope_attention": attend, "without gradients": torch.no_grad()(attend), "autograd": backward}
+    return microseconds(calls, device, rounds, ms)
+
+
 def measure_auto(rounds: int = ROUNDS, ms: float = ROUND_MS, device: str = "cpu") -> dict[str, float]:
     """Microseconds of small calls by `auto`, and of torch's function, which is given a window's mask as it is."""
     batch, tokens, head_dim = (2, 256, 64) if device == "cuda" else (1, 8, 16)
@@ -280,6 +302,7 @@ def main(arguments: list[str]) -> None:
     on_hopper = partial(measure_masks, recipe="mixed", impl="hopper")
     of_calls = {
         "masks": measure_masks, "mixed-masks": on_hopper, "new-masks": measure_new_masks, "auto": measure_auto,
+        "fused": measure_fused,
     }  # fmt: skip
     for text in given.recipes:
         if text not in of_calls:

@@ -31,8 +31,8 @@ FLOORS = (
     ("diagnostics",),
     ("integrations",),
     ("norm_rope",),
-    ("explain", "norm_rope_plan"),
-    ("attention", "norm_rope_ops", "norm_rope_attention_ops"),
+    ("explain",),
+    ("attention",),
     ("arguments", "ops"),
     ("planning",),
     ("auto",),
@@ -40,12 +40,13 @@ FLOORS = (
     ("kernels",),
     ("reference",),
     ("call", "switches"),
-    ("masks", "recipe", "sinks", "norm_rope_composed", "block_masks", "checkpointing"),
+    ("masks", "recipe", "sinks", "block_masks", "checkpointing"),
     ("cache", "counts", "derivatives", "dtensor", "environment", "extras", "numerics", "tracing", "version"),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-# Calls of `sage_attention` that are like one before, by what they have beside q, k and v.
-CALLS = ("dense", "mask", "packed", "auto")
+# Calls of `sage_attention` that are like one before, by what they have beside q, k and v; fused: a norm and a rotary
+# embedding, by one plan.
+CALLS = ("dense", "mask", "packed", "auto", "fused")
 
 
 def statements(body: list[ast.stmt], late: bool = True) -> Iterator[ast.stmt]:
@@ -173,10 +174,11 @@ def calls_of_a_repeated_call(name: str) -> int:
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    from sagebwd import sage_attention, sage_attention_varlen
+    from sagebwd import qk_norm_rope_attention, sage_attention, sage_attention_varlen
     from sagebwd.kernels.runtime import launchers
+    from sagebwd.norm_rope import plan
 
-    launchers.Interpreted.start = lambda *_: None
+    launchers.Interpreted.start, plan.takes_prologue = lambda *_: None, lambda *_: True
     by = {} if name == "auto" else {"recipe": "token", "impl": "triton"}
     q, k, v = (torch.zeros(1, 2, 16, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     mask = torch.ones(16, 16, dtype=torch.bool).tril() if name == "mask" else None
@@ -186,6 +188,9 @@ def calls_of_a_repeated_call(name: str) -> int:
     def run() -> None:
         if name == "packed":
             sage_attention_varlen(*rows, offsets, offsets, 8, 8, **by)
+        elif name == "fused":
+            weight, table = q[0, 0, 0], q[0, 0].detach()
+            qk_norm_rope_attention(q, k, v, q_weight=weight, k_weight=weight, eps=1.0, cos=table, sin=table, **by)
         else:
             sage_attention(q, k, v, mask, **by)
 

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     from sagebwd.counts import summary
     from sagebwd.explain import explain, explain_varlen
     from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
-    from sagebwd.norm_rope import qk_norm_rope, qk_norm_rope_attention
+    from sagebwd.norm_rope.functions import qk_norm_rope, qk_norm_rope_attention
     from sagebwd.planning.mask_argument import read_block_mask, read_mask
     from sagebwd.recipe import RECIPES, Recipe
     from sagebwd.switches import switches

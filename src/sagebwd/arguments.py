@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,43 +28,22 @@ if TYPE_CHECKING:
 
 
 def choice_of(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
-    block_mask: BlockMask | Mask | None = None, window: tuple[int, int] | None = None, sinks: Tensor | None = None,
-    recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False, return_max_logits: bool = False,
-    card: str | None = None,
+    attention: Callable, *given: object, card: str | None = None, **options: object
 ) -> tuple[Choice, Arguments]:  # fmt: skip
-    """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that.
+    """Who runs a call of ``attention``, `sage_attention` or `sage_attention_varlen`, and what decides it.
 
-    card: as of `sagebwd.auto.choice.choose`, in place of that of the tensors.
+    Raises as that. card: as of `sagebwd.auto.choice.choose`, in place of that of the tensors.
     """
-    checks.kind(query, key, value, sinks)
-    four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
-    if four is not None:
-        query, key, value, attn_mask = four[3:]
-    checked = arguments_of(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, block_mask, window, sinks, recipe,
-        impl, return_lse, return_max_logits,
-    )  # fmt: skip
-    return _choice_on(card, checked)
-
-
-def packed_choice_of(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, *, is_causal: bool = False, scale: float | None = None, window: tuple[int, int] | None = None,
-    sinks: Tensor | None = None, recipe: str | Recipe = AUTO, impl: str | None = None, return_lse: bool = False,
-    return_max_logits: bool = False, card: str | None = None,
-) -> tuple[Choice, Arguments]:  # fmt: skip
-    """The same of `sage_attention_varlen`."""
-    checked = packed_arguments_of(
-        query, key, value, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), is_causal, scale, window,
-        sinks, recipe, impl, return_lse, return_max_logits, card,
-    )  # fmt: skip
-    return _choice_on(card, checked)
-
-
-def _choice_on(card: str | None, checked: Arguments) -> tuple[Choice, Arguments]:
-    """Who runs a call on its device, or on a GPU of a name, and what it was asked."""
+    bound = inspect.signature(attention).bind(*given, **options)
+    bound.apply_defaults()
+    call = bound.arguments
+    if "cu_seqlens_q" in call:
+        checked = packed_arguments_of(**call, card=card)
+    else:
+        checks.kind(*(call[name] for name in ("query", "key", "value", "sinks")))
+        names = "query", "key", "value", "attn_mask"
+        four = in_four_dimensions(*(call[name] for name in (*names, "enable_gqa")))
+        checked = arguments_of(**(call if four is None else call | dict(zip(names, four[3:]))))
     if card is not None:
         checked = checked._replace(ask=checked.ask._replace(device=torch.device("cuda")))
     return checked.choice(card), checked
@@ -143,9 +124,9 @@ def arguments_of(
 
 
 def packed_arguments_of(
-    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], lengths: tuple[int, int],
-    is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None, recipe: str | Recipe,
-    impl: str | None, return_lse: bool, return_max_logits: bool, card: str | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, is_causal: bool, scale: float | None, window: tuple[int, int] | None, sinks: Tensor | None,
+    recipe: str | Recipe, impl: str | None, return_lse: bool, return_max_logits: bool, card: str | None = None,
 ) -> Arguments:  # fmt: skip
     """A call of `sage_attention_varlen`; raises as that. card: where one is named, tensors count as on a GPU."""
     checks.options(impl, return_lse=return_lse, return_max_logits=return_max_logits)
@@ -154,7 +135,8 @@ def packed_arguments_of(
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
     checks.heads(query.shape[1], key.shape[1], enable_gqa=True)
     checks.sinks(sinks, query)
-    lengths = checks.packing(*offsets, lengths, query.device)
+    offsets = cu_seqlens_q, cu_seqlens_k
+    lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     checks.refuse_only_torch(query, value, None, 0)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))

@@ -16,6 +16,7 @@ from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import torch_attention
 from sagebwd.auto.contenders import CUDNN, PEERS, handed_over
 from sagebwd.cache import PLANS
+from sagebwd.call import Prologue
 from sagebwd.counts import answer, counts
 from sagebwd.dtensor import shares_of
 from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
@@ -122,7 +123,7 @@ def sage_attention(
     spec = laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
-        return _run(plan, given, mask, *more)
+        return run(plan, given, mask, *more)
     checks.kind(query, key, value, sinks)
     options = {"window": window, "recipe": recipe, "impl": impl, "return_lse": return_lse}
     options |= {"return_max_logits": return_max_logits}
@@ -156,7 +157,7 @@ def sage_attention(
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, attn_mask, mask, sinks, return_lse)
-    return _run(plan, given, mask, *more)
+    return run(plan, given, mask, *more)
 
 
 def sage_attention_varlen(
@@ -204,7 +205,7 @@ def sage_attention_varlen(
     spec = spec_of(given, None, recipe, window, is_causal, scale, impl, *more, *lengths)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
-        return _run(plan, given, None, *more)
+        return run(plan, given, None, *more)
     shares = None if spec is not None else shares_of(query, key, value, None, sinks, packed=True)
     if shares is not None:
         *rows, _, own = shares.tensors
@@ -214,13 +215,12 @@ def sage_attention_varlen(
         )  # fmt: skip
         return shares.whole(outcome)
     checked = packed_arguments_of(
-        query, key, value, (cu_seqlens_q, cu_seqlens_k), lengths, is_causal, scale, window, sinks, recipe, impl,
-        *more,
+        query, key, value, cu_seqlens_q, cu_seqlens_k, *lengths, is_causal, scale, window, sinks, recipe, impl, *more
     )  # fmt: skip
     plan = _planned(None, spec, checked, sinks)
     if plan is None:
         return _by_operators(checked, None, None, sinks, return_lse)
-    return _run(plan, given, None, *more)
+    return run(plan, given, None, *more)
 
 
 def _planned(
@@ -277,32 +277,31 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
     return run
 
 
-def _run(
-    plan: Plan | SdpaCall,
-    given: tuple[Tensor | None, ...],
-    mask: Mask | TracedBlockMask | None,
-    return_lse: bool,
-    return_max_logits: bool,
-) -> Tensor | tuple[Tensor, ...]:
-    """The outputs of a call by its plan."""
+def run(
+    plan: Plan | SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None = None,
+    return_lse: bool = False, return_max_logits: bool = False, prologue: Prologue | None = None,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """The outputs of a call by its plan; prologue: of a plan that has one, with O alone."""
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
     if plan.__class__ is SdpaCall:
         return plan.run(q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k)
     trains = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
+        or (prologue is not None and any(x is not None and x.requires_grad for x in prologue[2:4]))
+    )  # fmt: skip
     key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
         more = return_lse or return_max_logits
-        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks)
+        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks, *(prologue or ()))
         if not more:
             return outputs
         o, lse, workspace = outputs
     else:
         with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
+            masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
+            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, prologue)
     if not (return_lse or return_max_logits):
         return o
     found = [o]
@@ -334,13 +333,7 @@ def _by_operators(
         return torch_attention.packed(q, k, v, checked.offsets, checked.lengths, *band)
     if contender is not None:
         return torch_attention.dense(checked.way, q, k, v, checked.elements, checked.scale)
-    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), checked.offsets))
-    checks.refuse_distributed(query=q, key=k, value=v, attn_mask=attn_mask, sinks=sinks, **offsets)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
-    masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
-    numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
-    o, lse, workspace = ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits)
+    o, lse, workspace = by_operator(checked, chosen, attn_mask, mask, sinks)
     if not (return_lse or checked.max_logits):
         return o
     found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
@@ -350,3 +343,18 @@ def _by_operators(
     if checked.max_logits:
         found.append(pieces["max_logits"].amax(-1))
     return tuple(found)
+
+
+def by_operator(
+    checked: Arguments, chosen: tuple[str, str], attn_mask: Tensor | None = None,
+    mask: Mask | TracedBlockMask | None = None, sinks: Tensor | None = None, prologue: Prologue | tuple[()] = (),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """O, lse of the smoothed scores and the workspace, by the operator; chosen: a recipe and a choice's name."""
+    q, k, v = checked.query, checked.key, checked.value
+    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), checked.offsets))
+    checks.refuse_distributed(query=q, key=k, value=v, attn_mask=attn_mask, sinks=sinks, **offsets)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
+    masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
+    numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
+    return ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits, *prologue)

@@ -131,12 +131,12 @@ class Prologue(NamedTuple):
 
     eps: float | None
     interleaved: bool
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_cos: Tensor | None
-    q_sin: Tensor | None
-    k_cos: Tensor | None
-    k_sin: Tensor | None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_cos: Tensor | None = None
+    q_sin: Tensor | None = None
+    k_cos: Tensor | None = None
+    k_sin: Tensor | None = None
 
 
 class Call(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 ATTENTION = {
-    "sagebwd::attention", "sagebwd::qk_norm_rope_attention", "sagebwd::flash_attention_4",
+    "sagebwd::attention", "sagebwd::flash_attention_4",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
 }  # fmt: skip

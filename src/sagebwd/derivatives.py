@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 
-def savable(x: Tensor | None) -> Tensor | None:
-    """x, or a copy where it was made in inference mode: autograd saves no such tensor."""
-    return x.clone() if x is not None and x.is_inference() else x
+def savable(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors, copied where they were made in inference mode: autograd saves no such tensor."""
+    return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sagebwd.arguments import choice_of, packed_choice_of
+from sagebwd.arguments import choice_of
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import agreement, model, peers
 from sagebwd.auto import choice as auto_choice
@@ -75,17 +75,17 @@ def explain(*arguments: object, **options: object) -> Explanation:
     and tensors may be on any device, meta too. Raises what `sage_attention` raises for the arguments, and ValueError
     for a card that was not timed.
     """
-    return _explained(explain, choice_of, arguments, options)
+    return _explained(explain, sage_attention, arguments, options)
 
 
 @_with_arguments_of(sage_attention_varlen)
 def explain_varlen(*arguments: object, **options: object) -> Explanation:
     """The same of `sage_attention_varlen`."""
-    return _explained(explain_varlen, packed_choice_of, arguments, options)
+    return _explained(explain_varlen, sage_attention_varlen, arguments, options)
 
 
-def _explained(asked: Callable, choice_of: Callable, arguments: tuple, options: dict[str, object]) -> Explanation:
-    """What a function that was ``asked`` returns: of choice_of's answer."""
+def _explained(asked: Callable, attention: Callable, arguments: tuple, options: dict[str, object]) -> Explanation:
+    """What a function that was ``asked`` returns: of the function that it explains."""
     signature = inspect.signature(asked)
     try:
         given = signature.bind(*arguments, **options).arguments
@@ -95,7 +95,7 @@ def _explained(asked: Callable, choice_of: Callable, arguments: tuple, options: 
     known = model.of_this_project()
     if card is not None and card not in known:
         raise ValueError(f"device={card!r} was not timed; accepted: {', '.join(map(repr, known))}")
-    choice, checked = choice_of(**given, card=card)
+    choice, checked = choice_of(attention, **given, card=card)
     return explained(choice, checked.ask, checked.size, given.get("recipe", AUTO), card)
 
 

@@ -6,7 +6,8 @@ is off inside: the reference's own products must not be rounded. What forward le
 tensor of bytes, the workspace of the call's plan (`sagebwd.planning.workspace`). mask, mask_tiles and mask_blocks are
 elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k
 themselves are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
-(`sagebwd.sinks`).
+(`sagebwd.sinks`). The last arguments are fields of `sagebwd.call.Prologue`, of which a call without one has none: q
+and k are then what comes before it, and kept where it has a norm.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -14,7 +15,7 @@ times a call, and copies them each time: 0.1 ms of host time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch
 from sagebwd.cache import PLANS, layout_of
-from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.call import Ask, Call, Prologue, empty_gradients, empty_like_rows, keeps_inputs
 from sagebwd.derivatives import once_differentiable, savable
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.families import REFERENCE
@@ -84,52 +85,47 @@ def _(mask):
 
 @operator
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    key_mask: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    mask_blocks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: str,
-    impl: str,
-    deterministic: bool,
-    max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None,
+    mask_tiles: Tensor | None, mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool, window_left: int, window_right: int, scale: float,
+    recipe: str, impl: str, deterministic: bool, max_logits: bool = False, eps: float | None = None,
+    interleaved: bool | None = None, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+    q_cos: Tensor | None = None, q_sin: Tensor | None = None, k_cos: Tensor | None = None,
+    k_sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """O, lse of the smoothed scores, and the workspace; max_logits: with the largest logits of each head."""
     checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
-    tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k
+    of_prologue = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin
+    prologue = None if interleaved is None else Prologue(eps, interleaved, *of_prologue)
+    tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, *of_prologue
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "forward", *map(layout_of, tensors), *settings, max_logits
+    key = "forward", *_layouts_of(tensors), *settings, max_logits, eps, interleaved
     plan = PLANS.get(key)
     if plan is None:
-        dims = q.shape[-1], v.shape[-1]
-        plan = _plan_of(q, k, dims, q, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, max_logits)
+        of = mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, prologue
+        plan = _plan_of(q, k, (q.shape[-1], v.shape[-1]), q, *of, max_logits)
         PLANS.put(key, plan)
     of_mask = _mask(mask, mask_tiles, mask_blocks, key_mask)
     with torch.autocast(q.device.type, enabled=False), device_of(q):
-        return plan.forward(q, k, v, sinks, key_mask, of_mask, cu_seqlens_q, cu_seqlens_k)
+        return plan.forward(q, k, v, sinks, key_mask, of_mask, cu_seqlens_q, cu_seqlens_k, prologue)
+
+
+def _layouts_of(tensors: tuple[Tensor | None, ...]) -> list[Hashable]:
+    return [None if x is None else layout_of(x) for x in tensors]
 
 
 def _plan_of(
     q: Tensor, k: Tensor, dims: tuple[int, int], x: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, settings: tuple, sinks: Tensor | None, max_logits: bool = False,
+    cu_seqlens_k: Tensor | None, settings: tuple, sinks: Tensor | None, prologue: Prologue | None,
+    max_logits: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of q and k, or of tensors that lie like them but for head_dim; x: of query's dtype and device."""
     *rest, scale, recipe, impl, deterministic = settings
     choice = _chosen(recipe, impl, dims, x, mask)
     offsets = cu_seqlens_q, cu_seqlens_k
     call = Call.of(q, k, dims, None, *offsets, *rest, scale, choice.recipe, deterministic)
-    return Plan(choice, call._replace(max_logits=max_logits), q, k, sinks=sinks is not None)
+    call = call._replace(prologue=prologue, max_logits=max_logits)
+    return Plan(choice, call, q, k, sinks=sinks is not None)
 
 
 def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None) -> Mask | None:
@@ -148,102 +144,83 @@ def pieces_in(
     return {name: pieces[name].of(workspace) for name in ("k_mean", "max_logits") if name in pieces}
 
 
-def outputs_like(
-    choice: Choice, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, *, sinks: bool = False,
-    norm: bool = False, max_logits: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """O, lse and the workspace of a forward, of their shapes alone; the rest as of `pieces_of`."""
-    packed = cu_seqlens_k is not None
+@torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
+def _(
+    q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    is_causal, window_left, window_right, scale, recipe, impl, deterministic, max_logits=False, eps=None, *prologue,
+):  # fmt: skip
+    dims, packed = (q.shape[-1], v.shape[-1]), cu_seqlens_k is not None
+    choice = _chosen_in_a_trace(recipe, impl, dims, q, mask)
     sequences = cu_seqlens_k.shape[0] - 1 if packed else None
-    _, size = pieces_of(choice, (q.shape[-1], v.shape[-1]), q, k, sequences, sinks, norm, max_logits)
+    _, size = pieces_of(choice, dims, q, k, sequences, sinks is not None, eps is not None, max_logits)
     tokens = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty_like_rows(q, v.shape[-1]), q.new_empty(tokens, dtype=dtype), q.new_empty((size,), dtype=torch.uint8)
 
 
-@torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
-def _(
-    q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    is_causal, window_left, window_right, scale, recipe, impl, deterministic, max_logits=False,
-):  # fmt: skip
-    choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, mask)
-    return outputs_like(choice, q, k, v, cu_seqlens_k, sinks=sinks is not None, max_logits=max_logits)
-
-
 @operator
 def attention_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor | None,
-    k: Tensor | None,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    workspace: Tensor,
-    sinks: Tensor | None,
-    key_mask: Tensor | None,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    mask_blocks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    head_dim: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    recipe: str,
-    impl: str,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v, and of sinks, where there are any, in lse's dtype.
+    do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor, o: Tensor, lse: Tensor,
+    workspace: Tensor, sinks: Tensor | None, key_mask: Tensor | None, mask: Tensor | None, mask_tiles: Tensor | None,
+    mask_blocks: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, head_dim: int,
+    max_seqlen_q: int, max_seqlen_k: int, is_causal: bool, window_left: int, window_right: int, scale: float,
+    recipe: str, impl: str, deterministic: bool, eps: float | None = None, interleaved: bool | None = None,
+    q_weight: Tensor | None = None, k_weight: Tensor | None = None, q_cos: Tensor | None = None,
+    q_sin: Tensor | None = None, k_cos: Tensor | None = None, k_sin: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Gradients dq, dk, dv in the shapes and dtypes of q, k, v, and those of sinks, in lse's dtype, and of the
+    weights, FP32, as far as there are any.
 
-    q and k are given where `keeps_inputs` says so; of sinks none is read.
+    q and k are given where `keeps_inputs` says so, or there is a norm; of sinks none is read.
     """
-    tensors = v, o, mask, cu_seqlens_q, cu_seqlens_k
+    of_prologue = q_weight, k_weight, q_cos, q_sin, k_cos, k_sin
+    prologue = None if interleaved is None else Prologue(eps, interleaved, *of_prologue)
+    tensors = v, o, mask, cu_seqlens_q, cu_seqlens_k, *of_prologue
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "backward", *map(layout_of, tensors), head_dim, sinks is None, *settings
+    key = "backward", *_layouts_of(tensors), head_dim, sinks is None, *settings, eps, interleaved
     plan = PLANS.get(key)
     if plan is None:
-        plan = _plan_of(o, v, (head_dim, v.shape[-1]), v, mask, cu_seqlens_q, cu_seqlens_k, settings, sinks)
+        of = mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, prologue
+        plan = _plan_of(o, v, (head_dim, v.shape[-1]), v, *of)
         PLANS.put(key, plan)
     masks = key_mask, _mask(mask, mask_tiles, mask_blocks, key_mask), cu_seqlens_q, cu_seqlens_k
     with torch.autocast(v.device.type, enabled=False), device_of(v):
-        *gradients, dsinks = plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks)
-        return *gradients, lse.new_empty(0) if dsinks is None else dsinks
+        dq, dk, dv, *weights, dsinks = plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
+        return dq, dk, dv, [x for x in (dsinks, *weights) if x is not None]
 
 
 @torch.library.register_fake("sagebwd::attention_backward", lib=LIBRARY)
 def _(
     do, dlse, q, k, v, o, lse, workspace, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k,
-    head_dim, *settings
+    head_dim, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic,
+    eps=None, interleaved=None, q_weight=None, k_weight=None, *tables,
 ):  # fmt: skip
-    recipe, impl, _ = settings[-3:]
     choice = _chosen_in_a_trace(recipe, impl, (head_dim, v.shape[-1]), v, mask)
-    dsinks = lse.new_empty(0) if sinks is None else lse.new_empty(sinks.shape)
-    return *empty_gradients(choice.recipe, head_dim, o, v), dsinks
+    dq, dk, dv = empty_gradients(choice.recipe, head_dim, o, v)
+    if interleaved is not None:
+        dk = empty_like_rows(dk if k is None else k)
+    return dq, dk, dv, [lse.new_empty(x.shape) for x in (sinks, q_weight, k_weight) if x is not None]
 
 
 def differentiable(
-    derivative: type[torch.autograd.Function], operator: torch._ops.OpOverload, count: int = 4
+    derivative: type[torch.autograd.Function], operator: torch._ops.OpOverload, inputs: tuple[str, ...]
 ) -> None:  # fmt: skip
-    """Register a derivative of an operator, for calls in which one of its first ``count`` arguments needs a gradient.
+    """Register a derivative of an operator, for calls in which one of the ``inputs`` needs a gradient.
 
     Its forward is given the operator below autograd, a function, and the arguments. Tangents are refused here, where
     a trace has them too.
     """
-    names = [argument.name for argument in operator._schema.arguments[:count]]
+    places = [n for n, argument in enumerate(operator._schema.arguments) if argument.name in inputs]
 
     def dispatched(keyset: torch._C.DispatchKeySet, *arguments: object) -> object:
-        checks.refuse_forward_mode(zip(names, arguments))
+        given = [arguments[n] for n in places if n < len(arguments)]  # torch leaves out what ends in defaults
+        checks.refuse_forward_mode(zip(inputs, given))
 
         def below(*arguments: object) -> object:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arguments[:count])
+        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         return derivative.apply(below, *arguments) if needed else below(*arguments)
 
     LIBRARY.impl(operator.name().removeprefix("sagebwd::"), dispatched, "Autograd", with_keyset=True)
@@ -255,31 +232,34 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, below, *arguments):
         q, k, v, sinks = arguments[:4]
-        masks, settings = arguments[4:10], arguments[10:19]
+        masks, settings, prologue = arguments[4:10], arguments[10:19], arguments[20:]
         o, lse, workspace = below(*arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
-        ctx.settings = q.shape[-1], *settings
+        ctx.settings, ctx.prologue = (q.shape[-1], *settings), prologue[:2]
         recipe, impl, _ = settings[-3:]
         choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, masks[1])
-        keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward)
+        normed = bool(prologue) and prologue[0] is not None
+        keep_q, keep_k = (True, True) if normed else keeps_inputs(choice.recipe, choice.backward)
         inputs = q if keep_q else None, k if keep_k else None, v
-        ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, (sinks, *masks)))
+        ctx.save_for_backward(*savable(*inputs, o, lse, workspace, sinks, *masks, *prologue[2:]))
         return o, lse, workspace
 
     @staticmethod
     def backward(ctx, do, dlse, _):
-        q, k, v, o, lse, workspace, sinks, *masks = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
+        q, k, v, o, lse, workspace, sinks, *rest = ctx.saved_tensors
+        masks, tensors = rest[:6], rest[6:]
         do = torch.zeros_like(o) if do is None else do
         with torch.no_grad():
-            gradients = attention_backward(do, dlse, q, k, v, o, lse, workspace, sinks, *masks, *ctx.settings)
-            *gradients, dsinks = gradients
-        gradients.append(dsinks.to(sinks.dtype) if ctx.needs_input_grad[4] else None)
+            saved = q, k, v, o, lse, workspace, sinks, *masks
+            *gradients, rest = attention_backward(do, dlse, *saved, *ctx.settings, *ctx.prologue, *tensors)
+        rest = iter(rest)
+        gradients += [None if x is None else next(rest).to(x.dtype) for x in (sinks, *tensors[:2])]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = once_differentiable((o, do, dlse), gradients)
-        return None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 1 - len(gradients))
+        return None, *gradients[:4], *(None,) * 18, *gradients[4:], *(None,) * 4
 
 
-differentiable(_Attention, attention)
+differentiable(_Attention, attention, ("q", "k", "v", "sinks", "q_weight", "k_weight"))

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
-from sagebwd import arguments, dispatch
+from sagebwd import arguments, dispatch, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import model, timings
 from sagebwd.auto.model import DIRECTIONS, FORWARD, MARGIN, TRAINING, Cost, Size
@@ -201,17 +201,17 @@ def test_most_packed_sequences_may_have_no_token(counts):
     queries, keys = (torch.tensor([0, *x]).cumsum(0, dtype=torch.int32) for x in counts)
     q, k = (torch.empty(sum(x), 4, 128, dtype=torch.bfloat16, requires_grad=True) for x in counts)
     given = q, k, k, queries, keys, max(counts[0]), max(counts[1])
-    size = arguments.packed_choice_of(*given, card="NVIDIA H200")[1].size
+    size = arguments.choice_of(sage_attention_varlen, *given, card="NVIDIA H200")[1].size
     assert size[:2] == tuple(math.ceil(sum(x) / len(x)) for x in counts)
     with torch.no_grad():
-        arguments.packed_choice_of(*given, card="NVIDIA H200")
+        arguments.choice_of(sage_attention_varlen, *given, card="NVIDIA H200")
 
 
 def test_a_call_has_the_size_of_its_tensors():
     q, k = torch.empty(2, 8, 30, 16), torch.empty(2, 2, 40, 16)
-    options = {"enable_gqa": True, "window": (5, 3)}
-    assert arguments.choice_of(q, k, k, **options)[1].size == Size(30, 40, 16, 4, width=9)
-    assert arguments.choice_of(q, k, k, enable_gqa=True, is_causal=True)[1].size == Size(30, 40, 16, 4, width=40)
+    for more, width in (({"window": (5, 3)}, 9), ({"is_causal": True}, 40)):
+        _, of = arguments.choice_of(sage_attention, q, k, k, enable_gqa=True, **more)
+        assert of.size == Size(30, 40, 16, 4, width=width)
 
 
 def test_what_was_not_timed_is_torchs(measured):

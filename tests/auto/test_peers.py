@@ -416,7 +416,7 @@ def test_no_peer_runs_where_gradients_are_to_repeat_or_without_a_plan(measured, 
     torch.use_deterministic_algorithms(True)
     try:
         attend(*tensors)
-        assert arguments.choice_of(*tensors, is_causal=True, enable_gqa=True)[0].contender == TORCH
+        assert arguments.choice_of(sage_attention, *tensors, is_causal=True, enable_gqa=True)[0].contender == TORCH
     finally:
         torch.use_deterministic_algorithms(False)
     assert not calls

@@ -76,7 +76,7 @@ def test_torch_computes_the_same_call(name, handed):
     tensors = draw(*lengths)
     expected = outcome(tensors, **options, recipe="full")
     counts.counts.clear()
-    assert arguments.choice_of(*tensors, enable_gqa=True, **options)[1].ask.kind == kind
+    assert arguments.choice_of(sage_attention, *tensors, enable_gqa=True, **options)[1].ask.kind == kind
     torch._dynamo.reset()
     compiled = torch.compile(partial(sage_attention, enable_gqa=True, **options), fullgraph=True, backend="aot_eager")
     out = compiled(*tensors)
@@ -187,7 +187,7 @@ def test_a_bias_of_many_queries_and_few_keys_is_not_made():
     assert torch_attention.BandBias.of(Band(-65500, 0), 65536, 64) is None
     q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 2, 8, 16)
     exact = sage_attention(q, k, k, window=(195, 2), recipe="full")
-    assert arguments.choice_of(q, k, k, window=(195, 2))[0].contender == "torch"
+    assert arguments.choice_of(sage_attention, q, k, k, window=(195, 2))[0].contender == "torch"
     for _ in range(2):
         torch.testing.assert_close(sage_attention(q, k, k, window=(195, 2)), exact)
 
@@ -270,17 +270,18 @@ def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
         {"return_lse": True}, {"block_mask": block_mask}, {"recipe": "token"}, {"impl": "reference"},
         {"window": (5, 0)}, {"window": (5, -1), "attn_mask": torch.zeros(30, 30)},
     ):  # fmt: skip
-        choice, _ = arguments.choice_of(q, k, v, enable_gqa=True, **options)
+        choice, _ = arguments.choice_of(sage_attention, q, k, v, enable_gqa=True, **options)
         assert choice.contender is None, options
     k, v = k[:, :, :20], v[:, :, :20]
-    assert arguments.choice_of(q, k, v, enable_gqa=True, window=(5, 0))[0].contender is None  # 25 sees no key
+    choice, _ = arguments.choice_of(sage_attention, q, k, v, enable_gqa=True, window=(5, 0))
+    assert choice.contender is None, "query 25 sees no key"
     for x in (q[:, :, :0], q[:0]):
-        assert arguments.choice_of(x, x, x)[0].contender is None
+        assert arguments.choice_of(sage_attention, x, x, x)[0].contender is None
     with switches(deterministic=True):
-        assert arguments.choice_of(q, q, q)[0].contender is None
+        assert arguments.choice_of(sage_attention, q, q, q)[0].contender is None
     for name in ("disabled", "backward_16bit"):
         with switches(**{name: True}):
-            assert not isinstance(arguments.choice_of(q, q, q)[1].ask.recipe, str)
+            assert not isinstance(arguments.choice_of(sage_attention, q, q, q)[1].ask.recipe, str)
 
 
 def test_what_torch_alone_takes_runs_on_any_device():
@@ -395,7 +396,7 @@ def test_a_trace_of_packed_calls_takes_heads_as_symbols():
     options = True, None, None, None, "auto", None, False, False, "NVIDIA H200"
 
     def tokens(q, k, offsets):
-        return q * arguments.packed_arguments_of(q, k, k, (offsets, offsets), (9, 9), *options).size.queries
+        return q * arguments.packed_arguments_of(q, k, k, offsets, offsets, 9, 9, *options).size.queries
 
     torch._dynamo.reset()
     compiled = torch.compile(tokens, fullgraph=True, backend="eager", dynamic=True)

@@ -11,7 +11,7 @@ from tests.integrations.test_transformers_fusion import build
 
 pytest.importorskip("triton")
 from tests.kernels.test_norm_rope_codes import stand_in  # noqa: F401, a fixture
-from tests.test_norm_rope_attention_ops import BACKWARD, DEVICE, OPERATOR, Seen, traces_of_2_11  # noqa: F401, a fixture
+from tests.norm_rope.test_plan import BACKWARD, DEVICE, OPERATOR, Seen, traces_of_2_11  # noqa: F401, a fixture
 
 pytestmark = [
     pytest.mark.usefixtures("registered"), *([pytest.mark.gpu] if DEVICE == "cuda" else [])

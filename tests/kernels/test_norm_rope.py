@@ -6,11 +6,11 @@ import torch
 from sagebwd import qk_norm_rope, qk_norm_rope_attention, sage_attention
 from tests import programs
 from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
-from tests.test_norm_rope import by_hand, drawn, table
+from tests.norm_rope.test_functions import by_hand, drawn, table
 
 pytest.importorskip("triton")
-from sagebwd import norm_rope_ops
 from sagebwd.kernels import norm_rope as kernels
+from sagebwd.norm_rope import ops as norm_rope_ops
 
 pytestmark = on_gpu
 EPS = 1e-5

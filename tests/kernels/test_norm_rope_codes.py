@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from sagebwd import dispatch, norm_rope_plan, qk_norm_rope_attention
+from sagebwd import dispatch, qk_norm_rope_attention
 from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
-from sagebwd.norm_rope_composed import HALF, INTERLEAVED, norm_rope
+from sagebwd.norm_rope import plan
+from sagebwd.norm_rope.composed import HALF, INTERLEAVED, norm_rope
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens
 from sagebwd.reference.rotation import rotated
 
 pytest.importorskip("triton")
 from sagebwd.kernels import norm_rope as kernels
-from sagebwd.kernels.runtime import nvrtc, program
+from sagebwd.kernels.runtime import launchers, nvrtc, program
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK
 from sagebwd.kernels.sm90.operands import norm_rope_codes
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
@@ -26,7 +29,7 @@ from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.kernels import emulated_cuda
 from tests.kernels.cubins import stack_bytes
-from tests.test_norm_rope import drawn
+from tests.norm_rope.test_functions import drawn
 
 pytestmark = on_gpu
 EPS = 1e-6
@@ -127,10 +130,10 @@ def test_codes_are_those_of_rotated_rows(case):
         assert_close(getattr(found.k, name), getattr(wanted, name))
     assert found.k.tiles_taken.item() == 0
     # FP32 sums in another order: a tie may be rounded the other way
-    assert_codes(found.k.k, wanted.k)
+    assert_codes(found.k.k_int8, wanted.k_int8)
     q_rows = rows[0].double().cpu()
     codes, scale = quantize_tokens(rotated(q_rows) if call.turned else q_rows, "token", 64)
-    assert_codes(found.q.cpu(), codes)
+    assert_codes(found.q_int8.cpu(), codes)
     scale = scale[..., 0].T if case.lengths else scale[..., 0]
     assert_close(found.q_scale.cpu(), scale.float())
     if not case.lengths:
@@ -159,8 +162,8 @@ def test_a_weight_of_one_side_alone():
     one = torch.ones_like(call.prologue.k_weight)
     sides = [call.prologue._replace(k_weight=weight) for weight in (None, one)]
     absent, ones = (launch_norm_rope_codes(call._replace(prologue=x), q, k) for x in sides)
-    assert torch.equal(absent.q, ones.q)
-    assert torch.equal(absent.k.k, ones.k.k)
+    assert torch.equal(absent.q_int8, ones.q_int8)
+    assert torch.equal(absent.k.k_int8, ones.k.k_int8)
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -339,7 +342,52 @@ def test_arguments_of_the_other_layout_are_refused_in_every_call(stand_in, packe
     for other in (*others, {"is_causal": None}):
         with pytest.raises(TypeError, match=next(iter(other))):
             qk_norm_rope_attention(q, k, v, eps=EPS, **offsets, **other)
-    assert len(PLANS) == 1
+    assert sum(x is not plan.COMPOSED for x in PLANS.values()) == 1
+
+
+def test_tables_that_need_a_gradient_are_refused_beside_a_plan(stand_in):
+    """Of the same call without gradients."""
+    case = Case(heads=(2, 2))
+    q, k, v = (case.draw(2, n) for n in range(3))
+    p = case.prologue()
+    for name in ("cos", "sin"):
+        tables = {"cos": p.q_cos, "sin": p.q_sin}
+        tables[name] = tables[name].detach().requires_grad_()
+        for _ in range(2):
+            with torch.no_grad():
+                qk_norm_rope_attention(q, k, v, eps=EPS, **tables)
+            with pytest.raises(NotImplementedError, match=f"{name}: its gradient is not computed"):
+                qk_norm_rope_attention(q, k, v, eps=EPS, **tables)
+
+
+@pytest.mark.parametrize("way", ["rows", "positions", "packed", "without gradients"])
+def test_a_later_call_is_few_calls(stand_in, way, monkeypatch):
+    """Of the package's functions, to the first launch and after it; a mask's, a check's or a choice's are none."""
+    case = Case(lengths=(5, 16) if way == "packed" else (), heads=(2, 2))
+    q, k, v = (case.draw(2, n).requires_grad_(way != "without gradients") for n in range(3))
+    p = case.prologue()
+    weights = {"q_weight": p.q_weight, "k_weight": p.k_weight, "cos": p.q_cos[0], "sin": p.q_sin[0]}
+    ends = torch.tensor([0, 5, 21], dtype=torch.int32)
+    more = {
+        "packed": {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 16, "max_seqlen_k": 16},
+        "positions": {"position_ids": torch.arange(21)},
+    }
+    made = []
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and f"{os.sep}sagebwd{os.sep}" in code.co_filename and not code.co_name.startswith("<"):
+            made.append(code.co_qualname)
+
+    monkeypatch.setattr(launchers.Interpreted, "start", lambda *_: None)  # the stand-in's own work
+    for _ in range(2):
+        made.clear()
+        sys.setprofile(profile)
+        try:
+            qk_norm_rope_attention(q, k, v, eps=EPS, is_causal=True, **weights, **more.get(way, {}))
+        finally:
+            sys.setprofile(None)
+    assert 10 < len(made) <= (20 if way == "packed" else 18), "\n".join(made)
 
 
 def test_weights_alone_make_a_call_one_of_training(stand_in, monkeypatch):
@@ -363,12 +411,19 @@ def test_weights_alone_make_a_call_one_of_training(stand_in, monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="stands in for a GPU")
 @pytest.mark.parametrize(
     "given",
-    [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}], ids=str,
-)  # fmt: skip
+    [{"return_lse": True}, {"sinks": torch.zeros(2)}, {"attn_mask": torch.ones(21, 21, dtype=torch.bool)}],
+    ids=["lse", "sinks", "mask"],
+)
 def test_other_calls_are_composed(monkeypatch, given):
-    monkeypatch.setattr(norm_rope_plan, "_plan_of", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(plan, "takes_prologue", lambda *_: pytest.fail("may be planned"))
     q, k, v = (Case(heads=(2, 2)).draw(2, n) for n in range(3))
     qk_norm_rope_attention(q, k, v, eps=EPS, recipe="mixed", **given)
+
+
+def compose(monkeypatch):
+    """Have no family take a prologue."""
+    monkeypatch.setattr(plan, "takes_prologue", lambda *_: False)
+    PLANS.clear()
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="of Hopper's kernels")
@@ -387,7 +442,7 @@ def test_other_calls_are_composed(monkeypatch, given):
 def test_fused_and_composed_are_equal(monkeypatch, case, given):
     """But for codes that a tie has the other way."""
     found = fused_and_gradients(case, given)
-    monkeypatch.setattr(norm_rope_plan, "attend", lambda *_: None)
+    compose(monkeypatch)
     for name, a, e in zip(("o", "dq", "dk", "dv", "dq_weight", "dk_weight"), found, fused_and_gradients(case, given)):
         assert (a.double() - e.double()).norm() <= 1e-2 * e.double().norm(), name
 

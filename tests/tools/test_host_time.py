@@ -85,14 +85,14 @@ assert described
 """
 
 
-@pytest.mark.parametrize("named", ["masks", "mixed-masks", "new-masks", "auto"])
+@pytest.mark.parametrize("named", ["masks", "mixed-masks", "new-masks", "auto", "fused"])
 def test_what_the_text_names_is_taken(named, monkeypatch, capsys):
     """Regression: mixed-masks was refused as a recipe's name."""
     from tools import host_time
 
     for of in ("take_driver", "take_runtime"):
         monkeypatch.setattr(host_time, of, lambda folder: None)
-    for of in ("measure_masks", "measure_new_masks", "measure_auto"):
+    for of in ("measure_masks", "measure_new_masks", "measure_auto", "measure_fused"):
         monkeypatch.setattr(host_time, of, lambda **_: {"a call": 7.0})
     host_time.main([named])
     assert capsys.readouterr().out == f"{named} a call 7 us\n"

@@ -34,14 +34,14 @@ def checked_ring_attention(
         check()
         return sage_attention(query, key, value, is_causal=is_causal, **options)
     if not checks.are_tensors(query, key, value):
-        choice_of(query, key, value)  # which says so
+        choice_of(sage_attention, query, key, value)  # which says so
     query, *held = autocast(query, key, value)
     options = options | {"return_lse": True}
 
     def check_all() -> None:
         check()
         checks.refuse_only_torch(query, held[1], None, 0, _NO_RING)
-        choice_of(query, *held, is_causal=is_causal, **options)
+        choice_of(sage_attention, query, *held, is_causal=is_causal, **options)
         tokens, kv_tokens = query.shape[-2], held[0].shape[-2]
         if is_causal and (tokens % 2 or kv_tokens != tokens):
             raise ValueError(

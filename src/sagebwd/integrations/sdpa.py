@@ -483,7 +483,7 @@ def _reason_in_implementation(call: SdpaCall, window: tuple[int, int] | None, se
         if torch.compiler.is_compiling():
             dispatch.check_traced(settings.impl, query.device, query.dtype)
         else:
-            choice, _ = choice_of(*call, window=window, recipe=settings.recipe, impl=settings.impl)
+            choice, _ = choice_of(sage_attention, *call, window=window, recipe=settings.recipe, impl=settings.impl)
             return None if choice.contender in (None, *PEERS) else _FASTER  # a peer runs by sagebwd's function
     except TypeError:
         return f"dtype {dtype}"

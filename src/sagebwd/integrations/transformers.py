@@ -51,7 +51,7 @@ from sagebwd.integrations.transformers_sharing import shared_attention, sharing_
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.integrations.words import in_words_of
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
-from sagebwd.norm_rope import qk_norm_rope, qk_norm_rope_attention
+from sagebwd.norm_rope.functions import qk_norm_rope, qk_norm_rope_attention
 
 with extra("transformers"):
     from transformers import AttentionInterface, PreTrainedModel

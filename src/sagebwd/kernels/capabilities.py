@@ -30,8 +30,9 @@ class Row(NamedTuple):
     filled up to it with zeros, or None. widths: those, in words. needs: a module whose ``unavailable()`` says what is
     missing here. in_torch: operators of torch run it, by no program, and backward reads q, k and v. mask_form: how its
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
-    takes_prologue: its passes take norm and rotary embedding of Q and K too. powers_of_two: a width costs as much as
-    the next of these. instead: by a field that is refused, what to name in place of the recipe.
+    prologue: head_dims, value's the same, at which its passes take norm and rotary embedding of Q and K too, of all
+    channels or none. powers_of_two: a width costs as much as the next of these. instead: by a field that is refused,
+    what to name in place of the recipe.
     """
 
     direction: str
@@ -45,7 +46,7 @@ class Row(NamedTuple):
     in_torch: bool = False
     mask_form: str = ELEMENTS
     means: int = 1
-    takes_prologue: bool = False
+    prologue: tuple[int, ...] = ()
     powers_of_two: bool = False
     instead: Mapping[str, str] = MappingProxyType({})
 

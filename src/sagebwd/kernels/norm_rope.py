@@ -1,4 +1,4 @@
-"""`sagebwd.norm_rope_composed` on a GPU: Q and K in one launch each way, every row read once and written once.
+"""`sagebwd.norm_rope.composed` on a GPU: Q and K in one launch each way, every row read once and written once.
 
 Of one row, with r = 1 / sqrt(mean(x^2) + eps), w the weight and pairs (a, b) of channels that rotate together::
 
@@ -264,7 +264,7 @@ def forward(
     q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, eps: float | None, interleaved: bool,
     dtype: torch.dtype | None, tile: Tile = TILE,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Q and K normalised and rotated, each as it lies, and 1 / rms of their rows; see `sagebwd.norm_rope_ops`."""
+    """Q and K normalised and rotated, each as it lies, and 1 / rms of their rows; see `sagebwd.norm_rope.ops`."""
     outputs, inverse_rms, given = [], [], []
     for x, weight, cos, sin in ((q, q_weight, q_cos, q_sin), (k, k_weight, k_cos, k_sin)):
         outputs.append(empty_like_rows(x, dtype=dtype))

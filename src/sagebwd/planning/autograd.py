@@ -30,7 +30,7 @@ class SageAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         inputs = q if keep_q else None, k if keep_k else None, v
         rest = key_mask, cu_seqlens_q, cu_seqlens_k, *prologue[2:], *watched
-        ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, rest))
+        ctx.save_for_backward(*savable(*inputs, o, lse, workspace, *rest))
         if not with_lse:
             return o
         ctx.mark_non_differentiable(workspace)

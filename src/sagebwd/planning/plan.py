@@ -53,7 +53,7 @@ class SdpaCall:
     def __init__(self, contender: str, run: Callable[..., Tensor], *, saves_copies: bool = False) -> None:
         """contender: of `sagebwd.auto.contenders`, who runs it. saves_copies: of tensors of inference mode."""
         self.answer = handed_over(contender)
-        self.run = (lambda *given: run(*map(savable, given))) if saves_copies else run
+        self.run = (lambda *given: run(*savable(*given))) if saves_copies else run
 
 
 class Plan:

@@ -73,7 +73,7 @@ def kind_of(
                 return None
             else:
                 rest += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN, grad and x.is_inference()
-        rest.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
+                rest.append(grad and x.requires_grad)  # refused of some, and of others one of training
     if window is not None:
         rest += map(type, window)
     if mask.__class__ is TracedBlockMask:
@@ -84,10 +84,7 @@ def kind_of(
         rest += tiles is None, mask.queries, first.shape, first.stride(), elements.dtype, blocks.shape, keys.shape
         rest += elements.device, first.device, blocks.device, keys.device
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        trains = grad and (
-            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        )
-        rest += trains, _is_deterministic()
+        rest += grad and (q.requires_grad or k.requires_grad or v.requires_grad), _is_deterministic()
         if q.is_cuda and agreement.due() is not None:
             auto_choice.check_agreement(device)
     on = switches.current

@@ -18,7 +18,7 @@ FAMILY = Family(
             "s": (INT8,), "o": (SIXTEEN_BIT,), "q_scale": ("token",), "k_scale": ("lane",), "block_k": (128,),
             "smooth_k": (True,),
         },
-        widths.of_call, _WIDTHS, needs="sagebwd.kernels.sm90.forward.compile", mask_form=WORDS, takes_prologue=True,
+        widths.of_call, _WIDTHS, needs="sagebwd.kernels.sm90.forward.compile", mask_form=WORDS, prologue=(64, 128),
     ),
     Row(
         BACKWARD, NAME, "sagebwd.kernels.sm90.backward.launch", KERNEL_DTYPES,
@@ -26,7 +26,7 @@ FAMILY = Family(
             "s": (INT8,), "o": (SIXTEEN_BIT,), **dict.fromkeys(("dv", "dq", "dk"), (FP8,)), "dp": (SIXTEEN_BIT,),
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
-        widths.of_call, _WIDTHS, mask_form=WORDS_BY_KEY, takes_prologue=True,
+        widths.of_call, _WIDTHS, mask_form=WORDS_BY_KEY, prologue=(64, 128),
         instead={"dp": "; name 'mixed', whose dP is 16 bit, or 'token(dp=int8)'"},
     ),
     auto="mixed",

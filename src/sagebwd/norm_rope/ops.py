@@ -1,7 +1,7 @@
 """The operator of `sagebwd.kernels.norm_rope`, as torch.compile sees it: schema, shapes, autograd.
 
-``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope` has the arguments, and composes
-`sagebwd.norm_rope_composed` where it asks for no kernels.
+``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope.functions` has the arguments, and
+composes `sagebwd.norm_rope.composed` where it asks for no kernels.
 """
 
 from __future__ import annotations
@@ -27,20 +27,10 @@ def _kernels() -> ModuleType:
 
 @operator
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_cos: Tensor | None,
-    q_sin: Tensor | None,
-    k_cos: Tensor | None,
-    k_sin: Tensor | None,
-    eps: float | None,
-    interleaved: bool,
-    dtype: torch.dtype | None,
-    q_offsets: Tensor | None = None,
-    k_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None, q_sin: Tensor | None,
+    k_cos: Tensor | None, k_sin: Tensor | None, eps: float | None, interleaved: bool, dtype: torch.dtype | None,
+    q_offsets: Tensor | None = None, k_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Q and K normalised and rotated, and 1 / rms of their rows, empty where there is no norm.
 
     Shapes: q (B, Hq, N, D), k (B, Hkv, M, D), weights (D,), cos and sin (B or 1, N or M, R), 1 / rms (B, H, N) FP32.
@@ -64,24 +54,11 @@ def _(q, k, q_weight, k_weight, q_cos, q_sin, k_cos, k_sin, eps, interleaved, dt
 
 @operator
 def qk_norm_rope_backward(
-    dq_out: Tensor,
-    dk_out: Tensor,
-    q: Tensor | None,
-    k: Tensor | None,
-    q_inverse_rms: Tensor,
-    k_inverse_rms: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_cos: Tensor | None,
-    q_sin: Tensor | None,
-    k_cos: Tensor | None,
-    k_sin: Tensor | None,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
-    interleaved: bool,
-    q_dtype: torch.dtype,
+    dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, q_inverse_rms: Tensor, k_inverse_rms: Tensor,
+    q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None, q_sin: Tensor | None, k_cos: Tensor | None,
+    k_sin: Tensor | None, q_offsets: Tensor | None, k_offsets: Tensor | None, interleaved: bool, q_dtype: torch.dtype,
     k_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q and k in their dtypes, and of the weights (D,) FP32, empty where there are none.
 
     q and k are given where there is a norm. A weight's is summed over programs in one order.
@@ -117,7 +94,7 @@ class _NormRope(torch.autograd.Function):
         inputs = (None, None) if eps is None else (q, k)  # a rotation reads none
         offsets = arguments[11:] or (None, None)
         kept = *tensors, *offsets
-        ctx.save_for_backward(*map(savable, inputs), q_inverse_rms, k_inverse_rms, *map(savable, kept))
+        ctx.save_for_backward(*savable(*inputs, q_inverse_rms, k_inverse_rms, *kept))
         return *outputs, q_inverse_rms, k_inverse_rms
 
     @staticmethod
@@ -133,4 +110,4 @@ class _NormRope(torch.autograd.Function):
         return None, *needed, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
-differentiable(_NormRope, qk_norm_rope)
+differentiable(_NormRope, qk_norm_rope, ("q", "k", "q_weight", "k_weight"))

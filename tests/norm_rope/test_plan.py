@@ -8,20 +8,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sagebwd import norm_rope_plan, qk_norm_rope_attention
+from sagebwd import qk_norm_rope_attention
 from sagebwd.call import empty_like_rows
 from sagebwd.checkpointing import keep_attention
-from sagebwd.norm_rope_composed import HALF, INTERLEAVED
+from sagebwd.norm_rope.composed import HALF, INTERLEAVED
 from tests.gpus import HAS_HOPPER, OF_PROJECTIONS, OF_ROWS, kernels_of
-from tests.test_norm_rope import drawn
+from tests.norm_rope.test_functions import drawn
 
 pytest.importorskip("triton")
-from tests.kernels.test_norm_rope_codes import DEVICE, EPS, Case, Family, stand_in  # noqa: F401, a fixture
+from tests.kernels.test_norm_rope_codes import DEVICE, EPS, Case, Family, compose, stand_in  # noqa: F401, a fixture
 
 pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
-OPERATOR, BACKWARD = (
-    getattr(torch.ops.sagebwd, name).default for name in ("qk_norm_rope_attention", "qk_norm_rope_attention_backward")
-)
+ATTENTION, ATTENTION_BACKWARD = torch.ops.sagebwd.attention.default, torch.ops.sagebwd.attention_backward.default
+# Those of a call with a prologue, as `Seen` tells them apart.
+OPERATOR, BACKWARD = [f"{operator} of a prologue" for operator in (ATTENTION, ATTENTION_BACKWARD)]
 NAMES = "o", "dq", "dk", "dv", "dq_weight", "dk_weight"
 
 
@@ -66,7 +66,7 @@ CASES = [
 
 
 class Seen:
-    """A backend that keeps the operators of the graphs which it is given."""
+    """A backend that keeps the operators of the graphs which it is given; attention's of a prologue by such a name."""
 
     def __init__(self) -> None:
         self.operators: list[object] = []
@@ -75,7 +75,10 @@ class Seen:
         from torch._dynamo.backends.common import aot_autograd
 
         def keep(graph, _):
-            self.operators += [node.target for node in graph.graph.nodes]
+            for node in graph.graph.nodes:
+                names = [x.name for x in getattr(getattr(node.target, "_schema", None), "arguments", ())]
+                has_prologue = dict(zip(names, node.args)).get("interleaved") is not None and "scale" in names
+                self.operators.append(f"{node.target} of a prologue" if has_prologue else node.target)
             return graph
 
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, inputs)
@@ -98,7 +101,7 @@ def test_compiled_it_is_the_operator_in_one_graph(stand_in, traces_of_2_11, case
     given, seen = Given(case), Seen()
     found = given.outcome(torch.compile(given.attend, fullgraph=True, dynamic=dynamic, backend=seen))
     assert [seen.operators.count(x) for x in (OPERATOR, BACKWARD)] == [1, 1]
-    assert torch.ops.sagebwd.attention.default not in seen.operators
+    assert ATTENTION not in seen.operators
     for name, a, e in zip(NAMES, found, given.outcome()):
         assert a.dtype == e.dtype
         assert a.stride() == e.stride()
@@ -144,7 +147,7 @@ def test_what_is_composed_outside_of_a_trace_is_composed_within(stand_in, part):
         given.settings |= {name: given.settings[name][..., :32] for name in ("cos", "sin")}
     torch.compile(given.attend, fullgraph=True, backend=seen)(*(x.detach() for x in given.leaves))
     assert OPERATOR not in seen.operators
-    assert torch.ops.sagebwd.attention.default in seen.operators
+    assert ATTENTION in seen.operators
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="of a device without the kernels")
@@ -170,11 +173,10 @@ def test_errors_within_a_trace_are_the_attentions(stand_in):  # noqa: F811
 def test_opcheck(stand_in):  # noqa: F811
     q, k, v, q_weight, k_weight = Given(Case(heads=(2, 2))).leaves
     tables = Case(heads=(2, 2)).prologue()[4:]
-    numbers = 21, 21, True, -1, -1, 0.3, EPS, False, "mixed", "hopper/hopper", False
-    for weights, eps in (((q_weight, k_weight), EPS), ((None, None), None)):
-        settings = *numbers[:6], eps, *numbers[7:]
-        arguments = q, k, v, *weights, *tables, None, None, *settings
-        assert set(torch.library.opcheck(OPERATOR, arguments).values()) == {"SUCCESS"}
+    rest = *(None,) * 7, 21, 21, True, -1, -1, 0.3, "mixed", "hopper/hopper", False, False
+    for weights, eps in (((q_weight, k_weight), EPS), ((q_weight, None), EPS), ((None, None), None)):
+        arguments = q, k, v, *rest, eps, False, *weights, *tables
+        assert set(torch.library.opcheck(ATTENTION, arguments).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -222,8 +224,8 @@ def test_a_counter_counts_attentions_products(stand_in):  # noqa: F811
         with FlopCounterMode(display=False) as found:
             given.outcome()
         counts = found.get_flop_counts()["Global"]
-        assert counts[torch.ops.sagebwd.qk_norm_rope_attention] == 2 * pairs * 128
-        assert counts[torch.ops.sagebwd.qk_norm_rope_attention_backward] == 2 * pairs * 5 * 64
+        assert counts[torch.ops.sagebwd.attention] == 2 * pairs * 128
+        assert counts[torch.ops.sagebwd.attention_backward] == 2 * pairs * 5 * 64
 
 
 def test_tensors_without_values_have_shapes(stand_in):  # noqa: F811
@@ -245,9 +247,8 @@ def test_an_exported_program_is_composed(stand_in, strict):  # noqa: F811
 
     given = Given(Case(heads=(2, 2)))
     program = torch.export.export(Module(), tuple(x.detach() for x in given.leaves), strict=strict)
-    operators = [node.target for node in program.graph.nodes]
-    assert OPERATOR not in operators
-    assert torch.ops.sagebwd.attention.default in operators
+    nodes = [node for node in program.graph.nodes if node.target is ATTENTION]
+    assert [len(node.args) for node in nodes] == [19], "a prologue"
 
 
 def test_forward_mode_is_refused_in_a_trace(stand_in):  # noqa: F811
@@ -299,7 +300,7 @@ def test_compiled_and_composed_are_equal_on_hopper(monkeypatch, case, given):
         assert ran >= OF_PROJECTIONS
         assert ran.isdisjoint(OF_ROWS)
     outside = call.outcome()
-    monkeypatch.setattr(norm_rope_plan, "attend", lambda *_: None)
+    compose(monkeypatch)
     for name, a, same, e in zip(NAMES, found, outside, call.outcome()):
         for x in (a, same):
             assert (x.double() - e.double()).norm() <= 1e-2 * e.double().norm(), name
