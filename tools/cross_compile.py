@@ -41,6 +41,7 @@ from sagebwd.call import Call, Saved
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from sagebwd.recipe import Recipe
+from tests import torch_lists
 from tests.attention_case import AttentionCase
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
@@ -238,6 +239,7 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
 
     device.capability = lambda device: arch
     JITFunction.run = record
+    torch_lists.stand_in(setattr)
     impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
     # a portable forward is in the table of machine code; of two head_dims it would have them filled up to one number

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from sagebwd import dispatch, explain
+from sagebwd import dispatch, explain, explain_varlen
 from sagebwd.auto.model import widths_text
+from sagebwd.block_masks import causal_frames
 from sagebwd.call import Ask
 from sagebwd.kernels.families import FAMILIES
 from sagebwd.recipe import Recipe
@@ -79,7 +80,7 @@ def calls() -> dict[str, tuple[dict[str, object], dict[str, object]]]:
     """Forms of a call of 8K tokens in BF16: arguments of `sage_attention`, and sizes other than its defaults."""
 
     def mask(*shape: int, dtype: torch.dtype = torch.bool, grad: bool = False) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+        return torch.empty(shape, dtype=dtype, requires_grad=grad)
 
     return {
         "no mask": ({}, {}),
@@ -91,10 +92,13 @@ def calls() -> dict[str, tuple[dict[str, object], dict[str, object]]]:
         "an additive mask that needs a gradient": (
             {"attn_mask": mask(1, 1, 8192, 8192, dtype=torch.bfloat16, grad=True)}, {},
         ),
+        "`block_mask=`": ({"block_mask": causal_frames(8, 1024, device="cpu")}, {}),
         "`sinks=`": ({"sinks": mask(16, dtype=torch.float32)}, {}),
         "grouped heads, `enable_gqa=True`": ({"enable_gqa": True}, {"kv_heads": 4}),
         "`return_lse=True`": ({"return_lse": True}, {}),
+        "`return_max_logits=True`": ({"return_max_logits": True}, {}),
         "keys and values of other head_dims, 192/128": ({}, {"widths": (192, 128)}),
+        "packed sequences, `sage_attention_varlen`": ({"is_causal": True}, {"packed": True}),
         "head_dim 320": ({}, {"widths": (320, 320)}),
         "`dropout_p=0.1`": ({"dropout_p": 0.1}, {}),
         "FP16": ({}, {"dtype": torch.float16}),
@@ -102,15 +106,22 @@ def calls() -> dict[str, tuple[dict[str, object], dict[str, object]]]:
     }  # fmt: skip
 
 
-def answer(recipe: str, options: dict[str, object], kv_heads: int = 16, widths: tuple[int, int] = (128, 128),
-           dtype: torch.dtype = torch.bfloat16) -> str:  # fmt: skip
+def answer(
+    recipe: str,
+    options: dict[str, object],
+    kv_heads: int = 16,
+    widths: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    packed: bool = False,
+) -> str:
     """What an H200 does with a form of call that trains."""
     shapes = (16, widths[0]), (kv_heads, widths[0]), (kv_heads, widths[1])
-    tensors = [
-        torch.empty(1, heads, 8192, width, dtype=dtype, device="meta", requires_grad=True) for heads, width in shapes
-    ]
+    sides = [((8192, heads) if packed else (1, heads, 8192), width) for heads, width in shapes]
+    tensors = [torch.empty(*side, width, dtype=dtype, requires_grad=True) for side, width in sides]
+    offsets = torch.tensor([0, 4096, 8192], dtype=torch.int32)
+    asked, lengths = (explain_varlen, (offsets, offsets, 4096, 4096)) if packed else (explain, ())
     try:
-        found = explain(*tensors, recipe=recipe, device=TIMED, **options)
+        found = asked(*tensors, *lengths, recipe=recipe, device=TIMED, **options)
     except (NotImplementedError, ValueError, TypeError) as error:
         return f"{DECLINED}, {type(error).__name__}"
     return SERVED.format("torch") if found.forward == "torch" else " / ".join(dict.fromkeys(found[1:3]))

@@ -20,58 +20,6 @@ NAMES = {
     "fa4": "FlashAttention-4, BF16", "cudnn": "cuDNN, BF16", "fa2": "FlashAttention-2, BF16",
     "fa3": "FlashAttention-3, BF16",
 }  # fmt: skip
-HATCHES = {"cudnn": "////", "fa3": "....", "fa2": "xxxx"}
-"""How bars are drawn whose best kernel is not FlashAttention-4."""
-
-
-def widths(files: Sequence[Path]) -> Figure:
-    """Speed of `mixed` over the best BF16 kernel by head_dim and length, of files of `python -m benchmarks attention`.
-
-    Where several have a call, the last one's counts.
-    """
-    from benchmarks.shapes import on_grid, value_dim_of
-    from sagebwd.auto.model import widths_text
-
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    calls = {
-        (row["head_dim"], value_dim_of(row), row["causal"], row["tokens"]): row
-        for content in contents
-        for row in content["rows"]
-        if row["recipe"] == "mixed" and row["direction"] == "fwd+bwd" and row["gate"] == "ok" and on_grid(row)
-    }
-    rows = list(calls.values())
-    pairs = sorted({(row["head_dim"], value_dim_of(row)) for row in rows})
-    lengths = sorted({row["tokens"] for row in rows})
-    if not rows:
-        raise ValueError(f"{files[0]}: no call of mixed, forward and backward, to draw")
-    figure, axes = _panels(2, (4.8, 3.9))
-    step = 0.8 / len(lengths)
-    for axis, causal in zip(axes, (True, False)):
-        for number, tokens in enumerate(lengths):
-            for row in (row for row in rows if (row["causal"], row["tokens"]) == (causal, tokens)):
-                place = pairs.index((row["head_dim"], value_dim_of(row))) + (number + 0.5) * step - 0.4
-                ratio = row["peer_ms"] / row["ms"]
-                hatch = HATCHES.get(row["peer"], "")
-                axis.bar(place, ratio, 0.9 * step, color=f"C{number}", hatch=hatch, edgecolor="white", linewidth=0)
-                axis.text(place, max(ratio, 1) + 0.02, f"{ratio:.2f}", ha="center", fontsize=6, rotation=90)
-        timed = {(row["head_dim"], value_dim_of(row)) for row in rows if row["causal"] == causal}
-        for pair in set(pairs) - timed:
-            axis.text(pairs.index(pair), 0.02, "not timed", ha="center", fontsize=8, rotation=90, color="0.4")
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(pairs)), [widths_text(*pair) for pair in pairs])
-        axis.set_xlabel("head_dim")
-        axis.set_title("causal" if causal else "no mask", fontsize=10)
-        axis.set_ylim(0, 1.85)
-    axes[0].set_ylabel("speed over the best BF16 kernel")
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=f"C{number}", label=f"{tokens // 1024}K tokens") for number, tokens in enumerate(lengths)]
-    for peer in (name for name in HATCHES if any(row["peer"] == name for row in rows)):
-        label = f"the best is {NAMES[peer].removesuffix(', BF16')}, not FlashAttention-4"
-        handles.append(Patch(facecolor="0.6", hatch=HATCHES[peer], edgecolor="white", label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.suptitle(f"mixed, forward + backward, end to end\n{_where_all(contents)}", fontsize=10)
-    return figure
 
 
 def contexts(files: Sequence[Path]) -> Figure:
@@ -195,16 +143,16 @@ def layers(files: Sequence[Path]) -> Figure:
 
 
 KINDS: dict[str, Callable[[Sequence[Path]], Figure]] = {
-    "widths": widths, "contexts": contexts, "gaps": gaps, "layers": layers
+    "contexts": contexts, "gaps": gaps, "layers": layers
 }  # fmt: skip
 
 
 def figure(
-    kind: Annotated[str, typer.Argument(help="widths, contexts, gaps or layers.")],
+    kind: Annotated[str, typer.Argument(help="contexts, gaps or layers.")],
     files: Annotated[list[Path], typer.Argument(help="Results: a file, or for gaps folders of comparisons.")],
     output: Annotated[Path, typer.Option(help="The PNG.")],
 ) -> None:
-    """Draw a picture of the documents from results: speed by width, steps by context, gaps, or a model's layers."""
+    """Draw a picture of the documents from results: steps by context, gaps, or a model's layers."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
     from sagebwd.cli.outputs import check_files
@@ -250,19 +198,6 @@ def _panels(count: int, size: tuple[float, float], rows: int = 1, share: bool = 
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
     return figure, axes.flat
-
-
-def _where_all(contents: list[dict]) -> str:
-    """The machines of several results files, each once, with commits and the first and last date."""
-    files: dict[str, list[dict]] = {}
-    for content in contents:
-        files.setdefault(f"{content['gpu']}, torch {content['torch']}", []).append(content)
-    found = []
-    for machine, of in files.items():
-        dates = sorted({content["date"] for content in of})
-        commits = ", ".join(content["commit"] for content in of)
-        found.append(f"{machine}: {commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
-    return "\n".join(found)
 
 
 def _legend(figure: Figure, axis: Axes) -> None:

@@ -281,7 +281,7 @@ def run(
     plan: Plan | SdpaCall, given: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None = None,
     return_lse: bool = False, return_max_logits: bool = False, prologue: Prologue | None = None,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """The outputs of a call by its plan; prologue: of a plan that has one, of which O alone is asked for."""
+    """The outputs of a call by its plan; prologue: of a plan that has one, with O alone."""
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
     if plan.__class__ is SdpaCall:

@@ -90,7 +90,8 @@ def attention(
     max_seqlen_q: int, max_seqlen_k: int, is_causal: bool, window_left: int, window_right: int, scale: float,
     recipe: str, impl: str, deterministic: bool, max_logits: bool = False, eps: float | None = None,
     interleaved: bool | None = None, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
-    q_cos: Tensor | None = None, q_sin: Tensor | None = None, k_cos: Tensor | None = None, k_sin: Tensor | None = None,
+    q_cos: Tensor | None = None, q_sin: Tensor | None = None, k_cos: Tensor | None = None,
+    k_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """O, lse of the smoothed scores, and the workspace; max_logits: with the largest logits of each head."""
     checks.refuse_divided()  # what was compiled may run where the sequence is divided among processes
@@ -123,7 +124,8 @@ def _plan_of(
     choice = _chosen(recipe, impl, dims, x, mask)
     offsets = cu_seqlens_q, cu_seqlens_k
     call = Call.of(q, k, dims, None, *offsets, *rest, scale, choice.recipe, deterministic)
-    return Plan(choice, call._replace(prologue=prologue, max_logits=max_logits), q, k, sinks=sinks is not None)
+    call = call._replace(prologue=prologue, max_logits=max_logits)
+    return Plan(choice, call, q, k, sinks=sinks is not None)
 
 
 def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys: Tensor | None) -> Mask | None:
@@ -145,8 +147,7 @@ def pieces_in(
 @torch.library.register_fake("sagebwd::attention", lib=LIBRARY)
 def _(
     q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    is_causal, window_left, window_right, scale, recipe, impl, deterministic, max_logits=False, eps=None,
-    *prologue,
+    is_causal, window_left, window_right, scale, recipe, impl, deterministic, max_logits=False, eps=None, *prologue,
 ):  # fmt: skip
     dims, packed = (q.shape[-1], v.shape[-1]), cu_seqlens_k is not None
     choice = _chosen_in_a_trace(recipe, impl, dims, q, mask)

@@ -128,12 +128,12 @@ def test_tiny_documents_take_no_more_than_seven_times_their_tensors(family, reci
 def test_heads_by_parts_have_their_own_numbers(recipe, heads, monkeypatch):
     lengths = [3, 0, 7, 2, 1]
     tensors = drawn(lengths, 0, *heads, 32)
-    parts, at_once = [], driver.heads_at_once
-    monkeypatch.setattr(driver, "heads_at_once", lambda call: parts.append(at_once(call)) or parts[-1])
+    parts, at_once = [], driver.key_heads_a_part
+    monkeypatch.setattr(driver, "key_heads_a_part", lambda call: parts.append(at_once(call)) or parts[-1])
     by_parts = attend(tensors, lengths, 100, recipe, "triton")
     assert parts == [1]
     PLANS.clear()
-    monkeypatch.setattr(driver, "heads_at_once", lambda call: call.keys.heads)
+    monkeypatch.setattr(driver, "key_heads_a_part", lambda call: call.keys.heads)
     for name, x, whole in zip(("o", "dq", "dk", "dv"), by_parts, attend(tensors, lengths, 100, recipe, "triton")):
         assert torch.equal(x, whole), name
 

@@ -145,7 +145,7 @@ def test_ctrl_c_is_exit_code_130(config, tmp_path):
         ),
         (("pretrain", "--config", "CONFIG", "--set", "attention.impl=fast"), "impl='fast' is not known"),
         (("token-file", ROOT, "CONFIG", "CONFIG"), "would be written over TEXT"),
-        (("figure", "widths", "CONFIG", "--output", "CONFIG"), "would be written over FILE 1"),
+        (("figure", "layers", "CONFIG", "--output", "CONFIG"), "would be written over FILE 1"),
         (("gaussian", "--output", ROOT / "README.md" / "x"), "README.md is no folder; give another"),
         (("bench-training", "--device", "cpu", "--output", ROOT / "README.md"), "README.md is no folder"),
     ],

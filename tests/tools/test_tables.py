@@ -67,8 +67,20 @@ def test_steps_of_models_are_compared_with_the_best_of_the_others():
     rows.append(rows[2] | absent | {"compiled": False})
     _, _, compiled, eager = models_table(rows).strip().splitlines()
     what = "`llama-8b`, 4 of 32 layers | 8K"
-    assert compiled == f"| {what} | compiled | `flash_attention_4`, 500 ms | 1.25 | 2.00 | 2.00 | 0.80 | 25% |"
-    assert eager == f"| {what} | eager | - | - | - | - | - | - |"
+    assert compiled == f"| {what} | compiled | 800 | - | 500 | - | 400 | 250 | 1.25 / 2.00 | 0.80 | 25% |"
+    assert eager == f"| {what} | eager | - | - | - | - | - | - | - / - | - | - |"
+
+
+def test_steps_that_are_estimated_are_about_those_that_were_measured():
+    from sagebwd.cli.estimate import estimate
+    from tools.tables.steps import measured_steps
+
+    steps = measured_steps()
+    assert len({name for name, *_ in steps}) >= 2
+    for _, sizes, theirs_ms, ours_ms in steps:
+        found = estimate("H200", **sizes)
+        assert found.rest_ms + found.others_ms["fa4"] == pytest.approx(theirs_ms, rel=0.15)
+        assert found.gain("fa4") == pytest.approx(theirs_ms / ours_ms, abs=0.03)
 
 
 def test_the_command_writes_the_pages_that_are_named(tmp_path, capsys):

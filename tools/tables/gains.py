@@ -1,54 +1,29 @@
-"""What a step of a known model gains, estimated from files: the table of docs/questions.md.
-
-A step is attention, whose time was measured at heads of 128, and everything else, at the rate that the products of a
-video model's block had beside its attention in a measured step (width 3072, its norms and optimiser included).
-"""
+"""What a step of a known model gains: the table of docs/questions.md, by `sagebwd estimate`."""
 
 from lab.studies.study_tables import table
+from sagebwd.cli.estimate import Estimate, estimate
 from tools.tables.cells import length
-from tools.tables.results import rows_of
-from tools.tables.speed import LENGTHS
 
-STEP, CALLS = "training_h200_2026-11-23_00b09c6_video", "attention_h200_2026-11-28_2263a1c"
-TOKENS = 16384
-"""Of the calls of `CALLS`, over their batch."""
-MODELS = {  # weights that multiply tokens, layers, query heads of 128
-    "1.2B: 16 layers, width 2048": (1.2e9, 16, 16),
-    "7B: 32 layers, width 4096": (6.7e9, 32, 32),
-    "70B: 80 layers, width 8192": (70e9, 80, 64),
+GPU, OVER = "H200", "fa4"
+LENGTHS = (4096, 8192, 16384, 32768)
+MODELS = {
+    "1.1B, as Llama 3.2": {"hidden": 2048, "layers": 16, "heads": 16, "intermediate": 8192, "vocabulary": 32000},
+    "8B, as Llama 3": {"hidden": 4096, "layers": 32, "heads": 32},
+    "70B, as Llama 3": {"hidden": 8192, "layers": 80, "heads": 64},
 }
+"""With 8 heads of keys, of 128 channels."""
 
 
-def rate() -> float:
-    """FLOPs of linear layers a second: 6 a weight and token, over a measured step's time outside of attention."""
-    row = next(row for row in rows_of(STEP) if row["attention"] == "fa4")
-    outside = row["step_ms"] - row["parts"]["attention"] - row["parts"]["passes"]
-    return 6 * row["parameters"] * row["context"] * row["batch"] / (outside / 1e3)
-
-
-def calls() -> dict[int, tuple[float, float, int]]:
-    """By length, ms of `mixed` and of the fastest BF16 kernel under a causal mask, and the heads."""
-    return {
-        row["tokens"]: (row["ms"], row["peer_ms"], row["heads"])
-        for row in rows_of(CALLS)
-        if (row["recipe"], row["direction"], row["causal"], row["head_dim"]) == ("mixed", "fwd+bwd", True, 128)
-        and row["heads"] == row["kv_heads"] and row["batch"] * row["tokens"] == TOKENS
-    }  # fmt: skip
-
-
-def estimate(weights: float, layers: int, heads: int, tokens: int) -> tuple[float, float]:
-    """Attention's share of a step by the fastest BF16 kernel, and how many times as fast the step is by `mixed`."""
-    ms, peer_ms, timed = calls()[tokens]
-    times = layers * heads / timed
-    other = 1e3 * 6 * weights * TOKENS / rate()
-    whole = other + times * peer_ms
-    return times * peer_ms / whole, whole / (other + times * ms)
+def of(name: str, tokens: int) -> Estimate:
+    """The estimate of a model whose name in `MODELS` begins so."""
+    (sizes,) = (sizes for model, sizes in MODELS.items() if model.startswith(name))
+    return estimate(GPU, kv_heads=8, head_dim=128, tokens=tokens, **sizes)
 
 
 def gains() -> str:
-    """A row a model: share and speed by length."""
+    """A row a model: attention's share of a step and the speed by length."""
     rows = []
-    for name, model in MODELS.items():
-        found = [estimate(*model, tokens) for tokens in LENGTHS]
-        rows.append([name, *(f"{share:.0%}, {speed:.2f}" for share, speed in found)])
-    return table(["model, heads of 128, causal", *map(length, LENGTHS)], rows)
+    for name in MODELS:
+        found = [of(name, tokens) for tokens in LENGTHS]
+        rows.append([name, *(f"{one.share(OVER):.0%}, {one.gain(OVER):.2f}" for one in found)])
+    return table(["model", *map(length, LENGTHS)], rows)

@@ -2,9 +2,9 @@
 
 from lab.studies.study_tables import table
 from lab.training.token_cost import worth
+from tools.tables import gains as estimates
 from tools.tables.accuracy import NAMES, of_all_weights, smollm2
 from tools.tables.cells import between, length
-from tools.tables.gains import MODELS, estimate
 from tools.tables.masks import FILE, speeds
 from tools.tables.pretraining import FROM_SCRATCH, SIZES, TRAINED_ON, find, gap, rows_of
 from tools.tables.results import BENCHMARKS, PEERS, RECIPES, TENSORS, load
@@ -26,12 +26,12 @@ def gains() -> str:
     """A step, a call and a mask."""
     at = 8192
     steps = {
-        (row["attention"], row["compiled"]): row for row in rows_of_file(OF_MODELS) if row["model"] == "llama-1b-128"
+        (row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
+        if row["model"] == "llama-1b-128"
     }  # fmt: skip
     over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
             if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
     over_sdpa = steps["sdpa", True]["ms"] / steps["sagebwd", True]["ms"]
-    (model,) = [model for name, model in MODELS.items() if name.startswith("7B")]
     call = next(
         row for row in rows_of_file(CARDS["H200"][0])
         if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", "fwd+bwd", True, at)
@@ -44,8 +44,9 @@ def gains() -> str:
         f"{over_sdpa:.2f} times as fast as with Transformers' `sdpa`, which "
         "[reads a mask of elements there](docs/steps.md#what-sdpa-loses-in-a-compiled-model). Uncompiled it is "
         f"{over['sagebwd', False]} times as fast as with FlashAttention-4, and {over['sagebwd+fuse', False]} times "
-        "with the [rotary embedding in the call](docs/qk-norm-rope.md#in-transformers). A 7B was not timed: "
-        f"{estimate(*model, at)[1]:.2f} is [our estimate](docs/questions.md#what-do-i-gain-on-a-7b).",
+        "with the [rotary embedding in the call](docs/qk-norm-rope.md#in-transformers). An 8B was not timed: "
+        f"{estimates.of('8B', at).gain(estimates.OVER):.2f} compiled is "
+        "[our estimate](docs/questions.md#what-do-i-gain-on-a-7b).",
         f"- **A call** with {call['heads']} heads of {call['head_dim']} and {length(at)} tokens, causal, forward and "
         f"backward, takes {call['ms']:.2f} ms on an H200, where {PEERS[call['peer']]}, the fastest in BF16, takes "
         f"{call['peer_ms']:.2f}: {call['peer_ms'] / call['ms']:.2f} times as fast ([speed](docs/results/speed.md)).",
@@ -86,8 +87,7 @@ def errors_of_smollm2() -> str:
 def safety() -> str:
     """What was trained, and what a gap costs."""
     scratch, further = find("mixed", "QK-norm, 16K", FROM_SCRATCH), find("mixed", "1e-4", TRAINED_ON)
-    (model,) = [model for name, model in MODELS.items() if name.startswith("7B")]
-    gain = round(estimate(*model, 8192)[1], 2)
+    gain = round(estimates.of("8B", 8192).gain(estimates.OVER), 2)
     tokens = next(tokens for name, tokens, _ in SIZES if name == "7B")
     own = [rows_of(test)[0] for test in (scratch, further)]
     return "\n".join([

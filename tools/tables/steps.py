@@ -3,20 +3,27 @@
 import math
 
 from benchmarks.shapes import value_dim_of
+from benchmarks.step_models import MODELS
 from lab.studies.study_tables import table
 from lab.training.gaps import interval
-from tools.tables.cells import length, width
+from sagebwd.cli.estimate import estimate
+from tools.tables.cells import length, numbers, width
 from tools.tables.results import PEERS, rows_of
 from tools.tables.speed import BESIDE_FA3
 
 OF_325M = "training_h200_2026-11-28_614c2a6"
-OF_MODELS = "step_h200_2026-11-29_7fc77049"
 STEPS = (
     ("325M model", OF_325M),
     ("the same on two GPUs", "training_2-processes_h200_2026-11-26_093eef2"),
     ("325M model, checkpointing", "training_h200_2026-11-23_00b09c6_checkpoint"),
     ("a block of a video model", "training_h200_2026-11-23_00b09c6_video"),
 )
+OF_MODELS = ("step_h200_2026-11-29_7fc77049",)
+"""Files of `python -m benchmarks step`."""
+ATTENTIONS_OF_MODELS = (
+    "sdpa", "sdpa-unmasked", "flash_attention_4", "flex_attention", "sagebwd", "sagebwd+fuse"
+)  # fmt: skip
+WITHOUT_WINDOW = [MODELS[name] for name in ("llama-1b-128", "llama-1b-64", "llama-8b", "qwen3-4b")]
 ATTENTIONS = {**PEERS, "mixed": "`mixed`", "mixed+fused": "`mixed`, [fused](../qk-norm-rope.md#in-transformers)"}
 
 
@@ -52,37 +59,87 @@ def steps() -> str:
     return table(head, rows)
 
 
-def models() -> str:
-    """Steps of models by name."""
-    return models_table(rows_of(OF_MODELS))
-
-
 def models_table(rows: list[dict]) -> str:
-    """Rows of `python -m benchmarks step`, a line a case: speed of ours over the best of the others and over `sdpa`.
+    """Rows of `python -m benchmarks step`, a line a case: ms of each attention, and what ours is over the others.
 
-    Peak memory is of `sagebwd` over the best's. "-" where one does not run or is wrong.
+    Over the best is the speed of `sagebwd` and of it with ``fuse``; peak memory and attention's share are of `sagebwd`
+    over the best's and of the best. "-" where an attention does not run, or is wrong.
     """
     cases: dict[tuple[str, int, bool], dict[str, dict]] = {}
     for row in rows:
         cases.setdefault((row["model"], row["tokens"], row["compiled"]), {})[row["attention"]] = row
     lines = []
     for (model, tokens, compiled), own in cases.items():
-        ours, fused = (own.get(name, {}) for name in ("sagebwd", "sagebwd+fuse"))
-        best = own.get(ours.get("best"), {})
-        right = {name: row["ms"] for name, row in own.items() if row["gate"] == "ok"}
-        over_sdpa = right["sdpa"] / right["sagebwd"] if {"sdpa", "sagebwd"} <= right.keys() else None
+        ours, fused, one = own.get("sagebwd", {}), own.get("sagebwd+fuse", {}), next(iter(own.values()))
+        best = own.get(one["best"], {})
         peak = ours["peak_bytes"] / best["peak_bytes"] if best.get("peak_bytes") and ours.get("peak_bytes") else None
-        ratios = ours.get("over_best"), fused.get("over_best"), over_sdpa, peak
-        whole = next(iter(own.values()))
+        cells = (own[name]["ms"] if own.get(name, {}).get("gate") == "ok" else None for name in ATTENTIONS_OF_MODELS)
+        over = (row.get("over_best") for row in (ours, fused))
         lines.append([
-            f"`{model}`, {whole['layers']} of {whole['whole_layers']} layers", length(tokens),
-            "compiled" if compiled else "eager", f"`{best['attention']}`, {best['ms']:.0f} ms" if best else "-",
-            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            f"`{model}`, {one['layers']} of {one['whole_layers']} layers", length(tokens),
+            "compiled" if compiled else "eager", *(_number(ms, 0) for ms in cells),
+            " / ".join(_number(ratio, 2) for ratio in over), _number(peak, 2),
             f"{best['attention_share']:.0%}" if best.get("attention_share") else "-",
         ])  # fmt: skip
-    head = ["model", "tokens", "", "the best of the others", "`sagebwd` over it", "fused", "`sagebwd` over `sdpa`",
-            "peak over the best's", "attention's share of the best"]  # fmt: skip
+    head = ["model", "tokens", "", *(f"`{name}`" for name in ATTENTIONS_OF_MODELS), "over the best", "peak over its",
+            "its share of attention"]  # fmt: skip
     return table(head, lines)
+
+
+def _number(x: float | None, digits: int) -> str:
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def models() -> str:
+    """`models_table` of the committed files."""
+    return models_table([row for name in OF_MODELS for row in rows_of(name)])
+
+
+def estimates() -> str:
+    """Compiled steps that were measured with FlashAttention-4 and with ours, beside `sagebwd estimate`'s."""
+    lines = []
+    for what, sizes, theirs_ms, ours_ms in measured_steps():
+        found = estimate("H200", **sizes)
+        theirs, ours = found.rest_ms + found.others_ms["fa4"], found.rest_ms + found.ours_ms
+        step, saved = numbers((theirs, theirs_ms), 0), numbers((theirs - ours, theirs_ms - ours_ms), 1)
+        lines.append([what, length(sizes["tokens"]), step, saved, numbers((theirs / ours, theirs_ms / ours_ms), 2)])
+    return table(["model", "tokens", "step with FlashAttention-4, ms", "saved, ms", "times as fast"], lines)
+
+
+def measured_steps() -> list[tuple[str, dict[str, int], float, float]]:
+    """Name and sizes of a model, and ms of its compiled step with FlashAttention-4 and with ours."""
+    return [*_of_325m_steps(), *_of_model_steps()]
+
+
+def _of_325m_steps() -> list[tuple[str, dict[str, int], float, float]]:
+    ours = of_325m("mixed")
+    sizes = {
+        "hidden": 1024, "layers": 20, "heads": 16, "kv_heads": 16, "head_dim": 64, "intermediate": 3072,
+        "vocabulary": 50304,
+    }  # fmt: skip
+    return [
+        ("325M", sizes | {"tokens": tokens, "batch": row["batch"]}, row["step_ms"], ours[tokens]["step_ms"])
+        for tokens, row in sorted(of_325m("fa4").items())
+    ]  # fmt: skip
+
+
+def _of_model_steps() -> list[tuple[str, dict[str, int], float, float]]:
+    """Of decoders whose layers are all causal, without a window."""
+    cases: dict[tuple[str, int], dict[str, dict]] = {}
+    for row in (row for name in OF_MODELS for row in rows_of(name)):
+        if row["compiled"] and row["gate"] == "ok" and MODELS[row["model"]] in WITHOUT_WINDOW:
+            cases.setdefault((row["model"], row["tokens"]), {})[row["attention"]] = row
+    found = []
+    for (name, tokens), own in cases.items():
+        if {"flash_attention_4", "sagebwd"} <= own.keys():
+            given, row = MODELS[name].sizes, own["sagebwd"]
+            sizes = {
+                "hidden": given["hidden_size"], "layers": row["layers"], "heads": given["num_attention_heads"],
+                "kv_heads": given["num_key_value_heads"], "head_dim": given["head_dim"], "tokens": tokens,
+                "batch": row["batch"], "intermediate": given["intermediate_size"], "vocabulary": row["vocabulary"],
+            }  # fmt: skip
+            found.append((f"`{name}`", sizes, own["flash_attention_4"]["ms"], row["ms"]))
+    return found
 
 
 def longest_sequences() -> str:

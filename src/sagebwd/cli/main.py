@@ -1,4 +1,4 @@
-"""The command line: `sagebwd doctor | trace | --version`.
+"""The command line: `sagebwd doctor | trace | estimate | --version`.
 
 Errors that a person can mend are one line and exit code 2, Ctrl-C is one line and exit code 130. Commands import what
 they need when they run, so that `sagebwd --help` is quick and a missing extra is named.
@@ -126,6 +126,29 @@ def doctor(
         who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"
         console.print(f"No kernel runs here: {who} the reference, which is right and slow.")
         raise typer.Exit(1)
+
+
+@app.command()
+def estimate(
+    hidden: Annotated[int, typer.Option(help="Width of the model.")],
+    layers: Annotated[int, typer.Option(help="Of the model.")],
+    heads: Annotated[int, typer.Option(help="Of queries.")],
+    head_dim: Annotated[int, typer.Option(help="Of queries, keys and values.")],
+    tokens: Annotated[int, typer.Option(help="Of a sequence, causal.")],
+    kv_heads: Annotated[int | None, typer.Option(help="Of keys and values [default: as of queries].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step [default: 32768 tokens].")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="The MLP's inside [default: 3.5 times the width].")] = None,
+    vocabulary: Annotated[int, typer.Option(help="Token ids.")] = 128256,
+    gpu: Annotated[str, typer.Option(help="A card that this project has timed.")] = "H200",
+) -> None:
+    """About what a training step of a decoder gains on a GPU that need not be here; nothing runs."""
+    from sagebwd.cli import estimate as of_steps
+
+    found = of_steps.estimate(
+        gpu, hidden=hidden, layers=layers, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim, tokens=tokens, batch=batch, intermediate=intermediate, vocabulary=vocabulary,
+    )  # fmt: skip
+    console.print("\n".join(of_steps.lines(found)), highlight=False)
 
 
 def main() -> None:

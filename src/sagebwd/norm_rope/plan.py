@@ -2,8 +2,8 @@
 
 Hopper's do: codes of Q and K are made of the projections' outputs at once, and the rows between are not written
 (`sagebwd.kernels.sm90.operands.norm_rope_codes`). Every other call is composed of `sagebwd.norm_rope.ops` and
-`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse or largest
-logits are asked for, of DTensors.
+`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse or largest logits are asked
+for, of DTensors.
 
 A trace decides by what it knows of a call: shapes, dtypes, the device and settings.
 """

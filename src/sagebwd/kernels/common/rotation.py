@@ -142,7 +142,7 @@ def turned(pieces, rotation):
 @triton.jit
 def _product(tile, rotation):
     signs, factors = rotation
-    return dot_16bit(tile, signs) * factors[None, :]
+    return dot_16bit(tile, signs) * factors[None, :]  # x R
 
 
 @triton.jit
@@ -189,11 +189,11 @@ def turned_codes(pieces, signs, TURNED: tl.constexpr, COLUMNS: tl.constexpr, PIT
 def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
     # by columns, as INT8 products read their second operand: R is symmetric
     if codes.dtype == tl.int8:
-        return tl.dot(codes, tl.load(signs + columns[:, None] + columns[None, :] * PITCH), out_dtype=tl.int32)
+        r = tl.load(signs + columns[:, None] + columns[None, :] * PITCH)
+        return tl.dot(codes, r, out_dtype=tl.int32)  # x R
     else:
-        return dot_16bit(
-            codes, tl.load(signs + columns[:, None] * PITCH + columns[None, :]).to(tl.float32).to(codes.dtype)
-        )
+        r = tl.load(signs + columns[:, None] * PITCH + columns[None, :]).to(tl.float32).to(codes.dtype)
+        return dot_16bit(codes, r)  # x R
 
 
 @triton.jit
@@ -214,7 +214,7 @@ def load_turned(
         tile = load_rows(x, rows, channels, stride, tokens, head_dim, False, head_dim == BLOCK_D)
         # of R, which is symmetric, the channels that are added up over
         signs = tl.trans(_signs(columns, first, tile.dtype, WIDTH, TURNED, WHOLE))
-        acc = dot_16bit(tile, signs, acc)
+        acc = dot_16bit(tile, signs, acc)  # acc += x R
         if mean is not None:
             mu = tl.load(mean + channels, mask=channels < head_dim, other=0)
             taken_off += tl.sum(mu[:, None] * signs.to(tl.float32), 0)
@@ -237,7 +237,7 @@ def store_turned(
     for first in tl.static_range(0, BLOCK_D, WIDTH):
         columns = first + tl.arange(0, WIDTH)
         signs = _signs(channels, first, tl.bfloat16, WIDTH, TURNED, WHOLE)
-        sums = dot_16bit(low, signs, dot_16bit(high, signs))
+        sums = dot_16bit(low, signs, dot_16bit(high, signs))  # x R, x in two parts
         sums *= (_factors(columns, TURNED, WHOLE) * scale)[None, :]
         written = inside[:, None] & (columns[None, :] < head_dim)
         at = out + rows[:, None] * stride + columns[None, :]

@@ -1,7 +1,6 @@
-"""Block lists of a mask made on a GPU, a program a list: the numbers of `lists`, `sm90_block_lists` and `work_splits`
-of this folder, which make them with torch.
+"""Block lists of a mask made on a GPU, a program a list: of `lists`, `sm90_block_lists` and `work_splits` here.
 
-Every number is theirs, those beyond a list's counts too: the backward looks at a list's first block before it knows
+Every number is settled, those beyond a list's counts too: the backward looks at a list's first block before it knows
 that there is one. Blocks are put in their order by cumulative sums, `CHUNK` after `CHUNK`.
 """
 

@@ -96,6 +96,133 @@ def quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups):
     return codes, scale
 
 
+class KeyTile(NamedTuple):
+    """A program's keys: their sequence, key head and numbers, K and V with their scales, and which of them count."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    first: tl.tensor
+    left: tl.tensor  # from the first on
+    numbers: tl.tensor  # from the first on, too
+    k: tl.tensor
+    v: tl.tensor
+    k_scale: tl.tensor | None  # where S is INT8; with the softmax scale in base 2 where Q's scales are one a token
+    v_scale: tl.tensor | None  # where dP is INT8
+    keep: tl.tensor
+
+
+class QueryBlock(NamedTuple):
+    """A block of queries of one head that meets the keys."""
+
+    head: tl.tensor
+    z: tl.tensor  # the head in per-token tensors
+    start: tl.tensor  # its sequence's first token
+    first: tl.tensor
+    left: tl.tensor  # from the first on
+    numbers: tl.tensor  # from the first on, too
+    padded: tl.tensor  # the block's number among its head's, counted with padding
+    tile: tl.tensor  # number, among all heads', of the recipe's block of queries that it is, or is a part of
+
+
+@triton.jit
+def load_keys(
+    k, v, k_scale, v_scale, key_mask, batch, head, start, first, length, z, total, tokens, scale,
+    Q_TOKEN: tl.constexpr, head_dim: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys of a program from ``first`` of their sequence on."""
+    INT8_S: tl.constexpr = k.at.dtype.element_ty == tl.int8
+    EVEN: tl.constexpr = head_dim == BLOCK_D
+    keys = tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, BLOCK_D)
+    left = length - first
+    k_at = row_of(k, batch, head, start + first)
+    v_at = row_of(v, batch, head, start + first)
+    k_tile = load_rows(k_at, keys, columns, pitch_of(k), left, head_dim, False, EVEN)
+    v_tile = load_rows(v_at, keys, columns, pitch_of(v), left, head_dim, False, EVEN)
+    key_scale, value_scale = None, None
+    at = (start + first).to(tl.int64)
+    if INT8_S:
+        key_scale = tl.load(k_scale + z * total + at + keys, mask=keys < left, other=0)
+        if Q_TOKEN:
+            key_scale *= scale * LOG2_E
+    if v_scale is not None:
+        value_scale = tl.load(v_scale + z * total + at + keys, mask=keys < left, other=0)[:, None]
+    keep = keys < left
+    if key_mask is not None:
+        mask_at = key_mask + batch.to(tl.int64) * tokens + first + keys
+        keep = keep & (tl.load(mask_at, mask=keep, other=0) != 0)
+    return KeyTile(batch, head, first, left, keys, k_tile, v_tile, key_scale, value_scale, keep)
+
+
+@triton.jit
+def probabilities(
+    keys, block, q_tile, row_lse, row_scale, s_scale, scale_2, mask, elements, entry, bounds, MASKED: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """P^T of a block of queries, 0 where masked, and which of its pairs are visible, of a block that may be cut."""
+    s = scores_of(keys.k, q_tile, keys.k_scale, row_scale, s_scale, scale_2)  # (1) [GEMM] S^T = K Q^T
+    if mask is not None and MASKED:
+        element = load_elements(
+            mask, elements, entry, block.first, keys.first, block.numbers[None, :], keys.numbers[:, None], block.left,
+            keys.left,
+        )  # fmt: skip
+        if mask.BIAS:
+            s += element.to(tl.float32) * LOG2_E
+    p = recompute_p(s, row_lse[None, :], mask)  # (3) P^T = exp2(S^T - lse)
+    keep = True
+    if MASKED:
+        keep = within((keys.first + keys.numbers)[:, None] - (block.first + block.numbers)[None, :], bounds)
+        if mask is not None:
+            keep = keep & shows(element, mask)
+        if VARLEN:  # Q and dO past the end, where TMA reads the next sequence's, need not be finite
+            keep = keep & (block.numbers < block.left)[None, :]
+        p = tl.where(keep & keys.keep[:, None], p, 0.0)
+    return p, keep
+
+
+@triton.jit
+def add_dv(
+    acc, p, p_int8, p_scale, do_tile, do_t, do_rows, do_scale, keys, block, steps_q, groups, head_dim: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """(5) [GEMM] dV += P^T dO, INT8 where there is a do_t; do_rows: dO in 16 bit where do_tile has codes, or None."""
+    if do_t is not None:
+        BLOCK_Q: tl.constexpr = p.shape[1]
+        operand = load_transposed(do_t, block.z, steps_q, block.padded, head_dim, BLOCK_Q, BLOCK_D, TMA)
+        part = int8_product(p_int8, operand)  # P^T dO
+        p_scale = p_scale * tl.load(do_scale + block.tile)
+        return accumulate(acc, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
+    else:
+        if do_rows is not None:
+            rows_at = row_of(do_rows, keys.batch, block.head, block.start + block.first)
+            do_tile = load_rows(
+                rows_at, block.numbers, tl.arange(0, BLOCK_D), pitch_of(do_rows), block.left, head_dim, not MASKED,
+                head_dim == BLOCK_D,
+            )  # fmt: skip
+        elif MASKED and VARLEN and TMA:
+            do_tile = tl.where((block.numbers < block.left)[:, None], do_tile, 0.0)
+        return dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc)  # dV += P^T dO
+
+
+@triton.jit
+def add_dk(
+    acc, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim: tl.constexpr,
+    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(6) [GEMM] dK += dS^T Q, INT8 where there is a q_t, else with q_rows, Q in 16 bit."""
+    if q_t is not None:
+        BLOCK_Q: tl.constexpr = ds.shape[1]
+        operand = load_transposed(q_t, block.z, steps_q, block.padded, head_dim, BLOCK_Q, BLOCK_D, TMA)
+        return accumulate(acc, int8_product(ds_int8, operand), ds_scale, groups.DS_PER_KEY)  # dK += dS^T Q
+    else:
+        rows_at = row_of(q_rows, keys.batch, block.head, block.start + block.first)
+        operand = load_rows(
+            rows_at, block.numbers, tl.arange(0, BLOCK_D), pitch_of(q_rows), block.left, head_dim, not MASKED,
+            head_dim == BLOCK_D,
+        )  # fmt: skip
+        return dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dK += dS^T Q
+
+
 @triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
 def dkdv_kernel(
     q,
@@ -151,8 +278,6 @@ def dkdv_kernel(
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     TMA: tl.constexpr = q_tma is not None
-    EVEN: tl.constexpr = head_dim == BLOCK_D
-    INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     STEPS: tl.constexpr = PAD_Q // BLOCK_Q
     block_k, batch_head = block_in_sequence(grid, heads_k, cu_seqlens_k, tokens_k, BLOCK_K, VARLEN)
     batch = batch_head // heads_k
@@ -168,30 +293,15 @@ def dkdv_kernel(
         upper += length_k - length_q
     bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
-    keys = tl.arange(0, BLOCK_K)
-    columns = tl.arange(0, BLOCK_D)
-    left_k = length_k - first_k
-    k_at = row_of(k, batch, head_k, start_k + first_k)
-    v_at = row_of(v, batch, head_k, start_k + first_k)
-    k_tile = load_rows(k_at, keys, columns, pitch_of(k), left_k, head_dim, False, EVEN)
-    v_tile = load_rows(v_at, keys, columns, pitch_of(v), left_k, head_dim, False, EVEN)
+    keys = load_keys(
+        k, v, k_scale, v_scale, key_mask, batch, head_k, start_k, first_k, length_k, z_k, total_k, tokens_k, scale,
+        groups.Q_TOKEN, head_dim, BLOCK_K, BLOCK_D,
+    )  # fmt: skip
     scale_2 = scale * LOG2_E
-    key_scale, value_scale = None, None
-    at_k = (start_k + first_k).to(tl.int64)
-    if INT8_S:
-        key_scale = tl.load(k_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0)
-        if groups.Q_TOKEN:
-            key_scale *= scale_2
-    if v_scale is not None:
-        value_scale = tl.load(v_scale + z_k * total_k + at_k + keys, mask=keys < left_k, other=0)[:, None]
-    keep_key = keys < left_k
-    if key_mask is not None:
-        at = key_mask + batch.to(tl.int64) * tokens_k + first_k + keys
-        keep_key = keep_key & (tl.load(at, mask=keep_key, other=0) != 0)
 
     towards_keys = Bounds(-upper, -lower, HAS_UPPER, HAS_LOWER)
     m_range = block_range_of(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
-    m_range = mask_all_where(m_range, left_k < BLOCK_K)  # keys past the end are masked in every block
+    m_range = mask_all_where(m_range, keys.left < BLOCK_K)  # keys past the end are masked in every block
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
@@ -212,46 +322,35 @@ def dkdv_kernel(
         for masked in tl.static_range(2):
             count, listed = steps_of(m_range, lists, masked)
             for i in tl.range(0, count):
-                block = block_of(i, m_range, mask, listed, masked)
-                tile = tile_0 + block // STEPS
-                first_q = block * BLOCK_Q
-                left = length_q - first_q
+                number = block_of(i, m_range, mask, listed, masked)
+                tile, first_q = tile_0 + number // STEPS, number * BLOCK_Q
+                block = QueryBlock(
+                    head, z_q, start_q, first_q, length_q - first_q, queries, step_0 + number, tile
+                )  # fmt: skip
                 q_tile = load_block(
                     q_at, q_tma, batch, head, start_q, first_q, length_q, pitch_of(q), head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
-                row_lse, row_delta, row_scale, of_do = load_row_values(row_values, tile_0 * STEPS + block, BLOCK_Q)
+                row_lse, row_delta, row_scale, of_do = load_row_values(row_values, tile_0 * STEPS + number, BLOCK_Q)
                 block_scale, s_scale, p_max, ds_max = None, None, None, None
                 if not groups.Q_TOKEN:
                     # every query has the same, and the first is never padding
-                    block_scale = tl.load(row_values + (tile_0 * STEPS + block) * (BLOCK_Q * 4) + 2)
+                    block_scale = tl.load(row_values + (tile_0 * STEPS + number) * (BLOCK_Q * 4) + 2)
                     row_scale, s_scale = None, block_scale * scale_2
                 if tile_maxima is not None:
-                    p_max = tl.load(maxima + block // STEPS * 2)
-                    ds_max = tl.load(maxima + block // STEPS * 2 + 1)
-                s = scores_of(k_tile, q_tile, key_scale, row_scale, s_scale, scale_2)  # S^T = K Q^T
-                if mask is not None and masked:
-                    element = load_elements(
-                        mask, elements, listed + i, first_q, first_k, queries[None, :], keys[:, None], left, left_k
-                    )
-                    if mask.BIAS:
-                        s += element.to(tl.float32) * LOG2_E
-                p = recompute_p(s, row_lse[None, :], mask)  # P^T = exp2(S^T - lse)
-                if masked:
-                    keep = within((first_k + keys)[:, None] - (first_q + queries)[None, :], bounds)
-                    if mask is not None:
-                        keep = keep & shows(element, mask)
-                    if VARLEN:  # Q and dO past the end, where TMA reads the next sequence's, need not be finite
-                        keep = keep & (queries < left)[None, :]
-                    p = tl.where(keep & keep_key[:, None], p, 0.0)
+                    p_max = tl.load(maxima + number // STEPS * 2)
+                    ds_max = tl.load(maxima + number // STEPS * 2 + 1)
+                p, keep = probabilities(  # P^T = exp2(S^T - lse), S^T = K Q^T
+                    keys, block, q_tile, row_lse, row_scale, s_scale, scale_2, mask, elements, listed + i, bounds,
+                    masked, VARLEN,
+                )  # fmt: skip
                 do_tile = load_block(
                     do_at, do_tma, batch, head, start_q, first_q, length_q, pitch_of(do), head_dim, not masked,
                     BLOCK_Q, BLOCK_D, VARLEN,
                 )  # fmt: skip
-                # adding up from -delta keeps one vector less in registers; slower where they are not short
-                ds = score_gradients(  # P^T * (dP^T - delta)
-                    p, v_tile, do_tile, value_scale, row_delta[None, :], BLOCK_D > 64
-                )
+                # (2) [GEMM] dP^T - delta = V dO^T - delta, and (4) dS^T = P^T * (dP^T - delta); adding up from -delta
+                # keeps one vector less in registers; slower where they are not short
+                ds = score_gradients(p, keys.v, do_tile, keys.v_scale, row_delta[None, :], BLOCK_D > 64)
                 if v_scale is not None:  # dS is over dO's scale
                     if q_t is not None and groups.Q_TOKEN:
                         row_scale *= of_do
@@ -260,45 +359,35 @@ def dkdv_kernel(
                 if masked and VARLEN:
                     ds = tl.where(keep, ds, 0.0)
                 if key_mask is not None:
-                    ds = tl.where(keep_key[:, None], ds, 0.0)
+                    ds = tl.where(keys.keep[:, None], ds, 0.0)
                 # both operands first: 8 bits of P and dS take fewer registers than 32 while a product runs
                 if tile_maxima is None:
                     p_max = largest_bits(p, groups.P_PER_KEY)
+                p_int8, p_scale, ds_int8, ds_scale = None, None, None, None
                 if do_t is not None:
                     p_int8 = quantize_tile(p, p_max, groups.P_PER_KEY)
                     p_scale = p_max * (1 / 127.0)
                 if q_t is not None:
                     ds_int8, ds_scale = quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
-                if do_t is not None:
-                    operand = load_transposed(do_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
-                    part = int8_product(p_int8, operand)  # P^T dO
-                    p_scale = p_scale * tl.load(do_scale + tile)
-                    acc_v = accumulate(acc_v, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
-                else:
-                    if v_scale is not None:
-                        rows_at = row_of(do_rows, batch, head, start_q + first_q)
-                        do_tile = load_rows(
-                            rows_at, queries, columns, pitch_of(do_rows), left, head_dim, not masked, EVEN
-                        )  # fmt: skip
-                    elif masked and VARLEN and TMA:
-                        do_tile = tl.where((queries < left)[:, None], do_tile, 0.0)
-                    acc_v = dot_16bit(to_16bit(p, do_tile.dtype), do_tile, acc_v)  # dV += P^T dO
-                if q_t is not None:
-                    operand = load_transposed(q_t, z_q, steps_q, step_0 + block, head_dim, BLOCK_Q, BLOCK_D, TMA)
-                    acc_k = accumulate(acc_k, int8_product(ds_int8, operand), ds_scale, groups.DS_PER_KEY)  # += dS^T Q
-                else:
-                    rows_at = row_of(q_rows, batch, head, start_q + first_q)
-                    operand = load_rows(rows_at, queries, columns, pitch_of(q_rows), left, head_dim, not masked, EVEN)
-                    acc_k = dot_16bit(to_16bit(ds, operand.dtype), operand, acc_k)  # dK += dS^T Q
+                acc_v = add_dv(  # dV += P^T dO
+                    acc_v, p, p_int8, p_scale, do_tile, do_t, None if v_scale is None else do_rows, do_scale, keys,
+                    block, steps_q, groups, head_dim, BLOCK_D, masked, TMA, VARLEN,
+                )  # fmt: skip
+                acc_k = add_dk(  # dK += dS^T Q
+                    acc_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, BLOCK_D,
+                    masked, TMA,
+                )  # fmt: skip
 
-    out = tile_of(dk, batch, head_k, start_k + first_k, keys, columns)
-    written = (keys < left_k)[:, None] & (columns[None, :] < head_dim)
+    columns = tl.arange(0, BLOCK_D)
+    out = tile_of(dk, batch, head_k, start_k + first_k, keys.numbers, columns)
+    written = (keys.numbers < keys.left)[:, None] & (columns[None, :] < head_dim)
     if not groups.TURNED:
         tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
     if groups.TURNED:
         at = row_of(dk, batch, head_k, start_k + first_k)
-        store_turned(at, keys, pitch_of(dk), keys < left_k, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
+        inside = keys.numbers < keys.left
+        store_turned(at, keys.numbers, pitch_of(dk), inside, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
 
 
 def launch_dkdv(

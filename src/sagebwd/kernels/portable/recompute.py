@@ -54,7 +54,7 @@ def score_gradients(p, a, b, v_scale, delta, FROM_DELTA: tl.constexpr):
 @triton.jit
 def int8_product(a, operand):
     """Product of an INT8 score tile with an INT8 transposed copy, FP32 without scales."""
-    return tl.dot(interleave(a), operand, out_dtype=tl.int32).to(tl.float32)
+    return tl.dot(interleave(a), operand, out_dtype=tl.int32).to(tl.float32)  # P^T dO, dS^T Q or dS K
 
 
 @triton.jit

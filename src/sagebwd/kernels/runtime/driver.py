@@ -81,8 +81,8 @@ def _by_parts(
     family: ModuleType, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
     v: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """``family.backward``, of as many key heads at a time as `heads_at_once` says, one after another in one memory."""
-    step = heads_at_once(call)
+    """``family.backward``, of `key_heads_a_part` key heads at a time, one part after another in one memory."""
+    step = key_heads_a_part(call)
     if step == call.keys.heads:
         return family.backward(call, saved, do, dlse, q, k, v)
     gradients = empty_gradients(call.recipe, call.columns[0], saved.o, v)
@@ -108,7 +108,7 @@ def _by_parts(
     return gradients
 
 
-def heads_at_once(call: Call) -> int:
+def key_heads_a_part(call: Call) -> int:
     """Key heads that a backward has operands of at a time: all, unless most of a packed layout would be padding.
 
     Each sequence begins a block of its own, so that 3000 of 8 tokens fill 9 times their memory. A prologue's weights

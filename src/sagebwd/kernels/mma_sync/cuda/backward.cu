@@ -19,14 +19,14 @@ constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS 
               DO_AT = Q_AT + QUERIES * D, QT_AT = DO_AT + QUERIES * DP_BYTES, DOT_AT = QT_AT + QUERIES * D, VALUES_AT = DOT_AT + QUERIES * D,
               LARGEST_AT = VALUES_AT + QUERIES * 16;
 
-// q8 and k8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
+// q_int8 and k_int8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k_t (heads_k, D, blocks_k KEYS), q_t and do_t (heads, D, blocks_q 64):
 // tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
 // values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
 // registers, zeros before. dk, of K and no more of K R, and dv: 16 bits, by their strides.
 // INT8_DP: v_scale, shaped as k_scale; values (heads, blocks_q, 2, 64, 2): lse in base 2 and Q's scale; delta and dO's scale, both times Q's.
-KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
+KERNEL backward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const i8* k_int8, i64 k_batch, i64 k_head, i64 k_token,
                 const Operand* v, i64 v_batch, i64 v_head, i64 v_token, const Operand* d_o, i64 do_batch, i64 do_head, i64 do_token,
-                const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
+                const i8* k_t, const i8* q_t, const i8* do_t, const float* k_scale, const u8* key_mask, const float* do_scale,
                 const float* values, float* dq_sums, u16* dk, i64 dk_batch, i64 dk_head, i64 dk_token, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
                 const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads_k, i64 group, i64 tokens_q, i64 tokens_k, i64 total_k,
                 i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale
@@ -66,22 +66,22 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   auto block_of = [&]() { return (batch_heads + step_head) * (int)blocks_q + padded_q + step_block; };
   auto fetch_rows = [&]() {
     const int first = step_block * QUERIES, left = queries.length - first;
-    copy_tile<QUERIES, D>(base + Q_AT, q8 + offset_of(q_batch, q_head, q_token, batch, step_head, queries.start + first), q_token, left);
+    copy_tile<QUERIES, D>(base + Q_AT, q_int8 + offset_of(q_batch, q_head, q_token, batch, step_head, queries.start + first), q_token, left);
     copy_tile<QUERIES, DP_BYTES>(base + DO_AT, d_o + offset_of(do_batch, do_head, do_token, batch, step_head, queries.start + first), do_token * (int)sizeof(Operand), left);
     copy_flat<QUERIES * 16>(base + VALUES_AT, values + (i64)block_of() * (QUERIES * 4));
     commit_copies();
   };
   auto fetch_columns = [&]() {
     const i64 pitch = blocks_q * QUERIES, from = (batch_heads + step_head) * (D * pitch) + (padded_q + step_block) * QUERIES;
-    copy_tile<D, QUERIES>(base + QT_AT, q8_t + from, pitch, D);
-    copy_tile<D, QUERIES>(base + DOT_AT, do8_t + from, pitch, D);
+    copy_tile<D, QUERIES>(base + QT_AT, q_t + from, pitch, D);
+    copy_tile<D, QUERIES>(base + DOT_AT, do_t + from, pitch, D);
     commit_copies();
   };
   const i64 pitch_k = blocks_k * KEYS;
-  copy_tile<D, KEYS>(base + KT_AT, k8_t + z_k * D * pitch_k + (i64)padded_k * KEYS + first_k, pitch_k, D);
-  k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start + first_k);
+  copy_tile<D, KEYS>(base + KT_AT, k_t + z_k * D * pitch_k + (i64)padded_k * KEYS + first_k, pitch_k, D);
+  k_int8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start + first_k);
 #if !K_IN_REGISTERS
-  copy_tile<KEYS, D, true>(base + K_AT, k8, k_token, left_k);
+  copy_tile<KEYS, D, true>(base + K_AT, k_int8, k_token, left_k);
 #endif
   copy_tile<KEYS, DP_BYTES, true>(base + V_AT, v + offset_of(v_batch, v_head, v_token, batch, head_k, keys.start + first_k), v_token * (int)sizeof(Operand), left_k,
                                  key_mask ? key_mask + (i64)batch * tokens_k + first_k : nullptr);  // what is hidden may be NaN
@@ -114,7 +114,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   u32 k_rows[MT][D / 32][4];
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
     const int key = token0 + i * 16 + h;
-    k_rows[i][k][h + 2 * c] = key < left_k ? *(const u32*)(k8 + key * k_token + t * 4 + k * 32 + c * 16) : 0;
+    k_rows[i][k][h + 2 * c] = key < left_k ? *(const u32*)(k_int8 + key * k_token + t * 4 + k * 32 + c * 16) : 0;
   }
 #endif
   // of operands: columns take four chunks of 8 rows, rows two chunks of 16
@@ -149,7 +149,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     const int first_q = step_block * QUERIES;
     const int dq_block = block_of();
 
-    int s[MT][8][4];  // S^T = K Q^T
+    int s[MT][8][4];  // (1) [GEMM] S^T = K Q^T
     UNROLL for (int c = 0; c < D / 64; c++) {
       u32 a[MT][2][4];
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) {
@@ -162,8 +162,8 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       UNROLL for (int n = 0; n < 8; n += PAIR) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (q_lane ^ (c << 6)) + (n + e) * 8 * D);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], a[i][0], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], a[i][1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], a[i][0], b[e][0], b[e][1]);  // S^T = K Q^T, 32 channels
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], a[i][1], b[e][2], b[e][3]);  // S^T += K Q^T, 32 more
       }
     }
     float p[MT][8][4], ds[MT][8][4];
@@ -172,7 +172,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       float c[4];  // of queries 8n + 2t and the next: lse, Q's scale
       load_shared4(c, base + VALUES_AT + n * 64 + t * 16);
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)
-        p[i][n][r] = exp2_of((as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]);  // P = exp2(S - lse)
+        p[i][n][r] = exp2_of((as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]);  // (3) P = exp2(S - lse)
     }
 #else
     UNROLL for (int n = 0; n < 8; n++) {
@@ -181,21 +181,21 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       load_shared4(c1, base + VALUES_AT + n * 128 + t * 32 + 16);
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) {
         const float y = as_float(s[i][n][r]) * ks[i][r >> 1] + ks_start[i][r >> 1];
-        p[i][n][r] = exp2_of(y * (r & 1 ? c1[2] : c0[2]) - (r & 1 ? c1[0] : c0[0]));  // P = exp2(S - lse)
+        p[i][n][r] = exp2_of(y * (r & 1 ? c1[2] : c0[2]) - (r & 1 ? c1[0] : c0[0]));  // (3) P = exp2(S - lse)
         ds[i][n][r] = -(r & 1 ? c1[1] : c0[1]);
       }
     }
-    UNROLL for (int c = 0; c < D / 32; c++) {  // dP^T - delta = V dO^T - delta
+    UNROLL for (int c = 0; c < D / 32; c++) {  // (2) [GEMM] dP^T - delta = V dO^T - delta
       u32 a[MT][2][4];
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int k = 0; k < 2; k++) load_matrices(a[i][k], (v_lane ^ (((2 * c + k) & 3) << 5)) + ((2 * c + k) >> 2) * 128 + i * 16 * D * 2);
       UNROLL for (int n = 0; n < 8; n += PAIR) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (do_lane ^ ((c & 1) << 6)) + (c >> 1) * 128 + (n + e) * 8 * D * 2);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma_16bit(ds[i][n + e], a[i][0], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma_16bit(ds[i][n + e], a[i][1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma_16bit(ds[i][n + e], a[i][0], b[e][0], b[e][1]);  // dP^T - delta += V dO^T, 16 channels
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma_16bit(ds[i][n + e], a[i][1], b[e][2], b[e][3]);  // dP^T - delta += V dO^T, 16 more
       }
     }
-    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) ds[i][n][r] *= p[i][n][r];  // dS = P (dP - delta)
+    UNROLL for (int i = 0; i < MT; i++) UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) ds[i][n][r] *= p[i][n][r];  // (4) dS = P (dP - delta)
 #endif
     if (first_k + KEYS - 1 - first_q > high || first_k - (first_q + QUERIES - 1) < low) {  // the band cuts the tile
       const int above = first_k + token0 - (first_q + t * 2) - low;  // of key - query over the least, of the thread's first pair
@@ -225,7 +225,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       }
     }
 #if INT8_DP
-    int x[MT][8][4];  // dP^T = V dO^T, of codes
+    int x[MT][8][4];  // (2) [GEMM] dP^T = V dO^T, of codes
     fence();
     UNROLL for (int c = 0; c < D / 64; c++) {
       u32 a[MT][2][4];
@@ -233,14 +233,14 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       UNROLL for (int n = 0; n < 8; n += PAIR) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (q_lane ^ (c << 6)) + (DO_AT - Q_AT) + (n + e) * 8 * D);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, x[i][n + e], a[i][0], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(x[i][n + e], a[i][1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, x[i][n + e], a[i][0], b[e][0], b[e][1]);  // dP^T = V dO^T, 32 channels
+        UNROLL for (int e = 0; e < PAIR; e++) UNROLL for (int i = 0; i < MT; i++) mma(x[i][n + e], a[i][1], b[e][2], b[e][3]);  // dP^T += V dO^T, 32 more
       }
     }
     UNROLL for (int n = 0; n < 8; n++) {
       float c[4];  // of queries 8n + 2t and the next: delta, dO's scale, both times Q's
       load_shared4(c, base + VALUES_AT + QUERIES * 8 + n * 64 + t * 16);
-      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)  // dS = P (dP - delta), times Q's scale
+      UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++)  // (4) dS = P (dP - delta), times Q's scale
         ds[i][n][r] = ((as_float(x[i][n][r]) * vs[i][r >> 1] + vs_start[i][r >> 1]) * c[(r & 1) * 2 + 1] - c[(r & 1) * 2]) * p[i][n][r];
     }
 #endif
@@ -342,10 +342,10 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
       UNROLL for (int i = 0; i < MT; i++) {
         int x[4], y[4];
         if (n % FENCED == 0) fence();
-        mma(start, true, x, p8[i][0], b[0], b[1]);  // dV += P^T dO
-        mma(start, true, y, ds8[i][0], d[0], d[1]);  // dK += dS^T Q
-        mma(x, p8[i][1], b[2], b[3]);
-        mma(y, ds8[i][1], d[2], d[3]);
+        mma(start, true, x, p8[i][0], b[0], b[1]);  // (5) [GEMM] dV += P^T dO, 32 queries
+        mma(start, true, y, ds8[i][0], d[0], d[1]);  // (6) [GEMM] dK += dS^T Q, 32 queries
+        mma(x, p8[i][1], b[2], b[3]);  // dV += P^T dO, 32 more queries
+        mma(y, ds8[i][1], d[2], d[3]);  // dK += dS^T Q, 32 more queries
         UNROLL for (int r = 0; r < 4; r++) {
 #if INT8_DP
           acc_v[i][n][r] += as_float(x[r]) * p_scale[i][r >> 1];
@@ -386,12 +386,12 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
     }
     float* to = dq_sums + (i64)dq_block * (QUERIES * D) + (dq_tile * (D / 8) + half * DQ_TILES) * 128 + lane * (ADDS_FOUR ? 4 : 1);
     UNROLL for (int n = 0; n < DQ_TILES; n += PAIR) {
-      int x[PAIR][4];  // dQ += dS K
+      int x[PAIR][4];  // (7) [GEMM] dQ += dS K
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
         u32 b[PAIR][4];
         UNROLL for (int e = 0; e < PAIR; e++) load_matrices(b[e], (kt_lane ^ (c << 6)) + (half * DQ_TILES + n + e) * 8 * KEYS);
-        UNROLL for (int e = 0; e < PAIR; e++) mma(start, c == 0, x[e], a[2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < PAIR; e++) mma(x[e], a[2 * c + 1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < PAIR; e++) mma(start, c == 0, x[e], a[2 * c], b[e][0], b[e][1]);  // dQ += dS K, 32 keys
+        UNROLL for (int e = 0; e < PAIR; e++) mma(x[e], a[2 * c + 1], b[e][2], b[e][3]);  // dQ += dS K, 32 more
       }
 #if ADDS_FOUR
       UNROLL for (int h = 0; h < 2; h++) add_global4(to + (n + h) * 128, as_float(x[0][2 * h]) * w[h] + w_start[h], as_float(x[0][2 * h + 1]) * w[h] + w_start[h],

@@ -18,12 +18,12 @@ constexpr int AT_ONCE = MT > SPLIT ? 1 : PAIR;  // tiles of 8 columns at a time:
 constexpr u32 CODES_AT = TOPS_AT + ROWS * 4, CODES = MT * OWN_KEYS * 16;  // what two warps exchange, CODES bytes each
 static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");
 
-// q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
+// q_int8 and k_int8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
 // values (heads_k, blocks_k, TILE) bytes: codes of V less its mean, (D, 128), tokens interleaved; then two keys' scales and
 // what a sum that starts from MAGIC lacks, times them, (64, 4) FP32: of a key that nobody sees, or that is apart, 0 and
 // -inf; then the same of two channels of V, (D / 2, 4). v_mean (batch, heads_k, D) or null.
 // first_values, V of the keys that are apart, less the mean: (batch, heads_k, D, 16) of 16 bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
-KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
+KERNEL forward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k_int8, i64 k_batch, i64 k_head,
                i64 k_token, const float* k_scale, const u8* values, const float* v_mean, const void* first_values, const int* first_numbers,
                u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
                i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
@@ -44,7 +44,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   const float scale_2 = scale * LOG2_E;
 
   const u32 base = shared_base();
-  k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
+  k_int8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
   int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + QUERIES + high);
   end = end > 0 ? (end + KEYS - 1) / KEYS : 0;
   // a thread copies 16 bytes of every K_TURN-th row of K and V_TURN-th of V, from here in the next block
@@ -52,7 +52,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   static_assert(K_TURN % 8 == 0 && V_TURN % 8 == 0 && SCALES <= THREADS * 16, "the swizzle is every turn's, scales are copied in one");
   const int thread = threadIdx.x, k_row = thread / (D / 16);
   const u32 k_to = base + K_AT + swizzled<D>(k_row, thread % (D / 16)), v_to = base + V_AT + swizzled<KEYS>(thread / 8, thread % 8);
-  const i8* k_from = k8 + (begin * KEYS + k_row) * k_token + thread % (D / 16) * 16;
+  const i8* k_from = k_int8 + (begin * KEYS + k_row) * k_token + thread % (D / 16) * 16;
   const u8* v_from = values + (z_k * blocks_k + padded_k + begin) * TILE + thread * 16;
   auto fetch = [&](int block, u32 further) {
     const int left = keys.length - block * KEYS - k_row;
@@ -73,7 +73,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int row = row0 + i * 16 + h * 8 + g;
     const bool there = row < queries.length;
-    const i8* at = q8 + offset_of(q_batch, q_head, q_token, batch, head, queries.start + (there ? row : 0)) + t * 4;
+    const i8* at = q_int8 + offset_of(q_batch, q_head, q_token, batch, head, queries.start + (there ? row : 0)) + t * 4;
     UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) q[i][k][h + 2 * c] = *(const u32*)(at + k * 32 + c * 16);
     qs[i][h] = there ? max_nan(q_scale[z_q * total_q + queries.start + row] * scale_2, 1e-37f) : 1.0f;
     m[i][h] = LOWEST;
@@ -94,12 +94,12 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     next_slot = at_slot;
     at_slot = at_slot == (STAGES - 1) * STAGE ? 0 : at_slot + STAGE;
 
-    int s[MT][OWN_KEYS / 8][4];  // S = Q K^T
+    int s[MT][OWN_KEYS / 8][4];  // (1) [GEMM] S = Q K^T
     UNROLL for (int n = 0; n < OWN_KEYS / 8; n += AT_ONCE) UNROLL for (int c = 0; c < D / 64; c++) {
       u32 b[AT_ONCE][4];
       UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((k_lane ^ (c << 6)) + (n + e) * 8 * D));
-      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);
-      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, s[i][n + e], q[i][2 * c], b[e][0], b[e][1]);  // S = Q K^T, 32 channels
+      UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(s[i][n + e], q[i][2 * c + 1], b[e][2], b[e][3]);  // S += Q K^T, 32 more
     }
     float x[MT][OWN_KEYS / 8][4], top[MT][2], weight[MT][2];
     auto find_tops = [&]() {
@@ -157,7 +157,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int e = 0; e < 2; e++) UNROLL for (int h = 0; h < 2; h++) {
           float two[2];
           UNROLL for (int b = 0; b < 2; b++) {
-            two[b] = exp2_of(x[i][n + e][2 * h + b] * qs[i][h] - top[i][h]);  // LEVELS P = exp2(S - block_max + log2(LEVELS))
+            two[b] = exp2_of(x[i][n + e][2 * h + b] * qs[i][h] - top[i][h]);  // (2) LEVELS P = exp2(S - block_max + log2(LEVELS))
             if (!PRODUCT_SUMS) sum[2 * h] += two[b];
           }
           y[2 * e + h] = to_fp16(two[0], two[1]);
@@ -166,7 +166,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
         UNROLL for (int h = 0; h < 2; h++)
           p[i][n / 4][(n & 2) + h] = __byte_perm(add_fp16(y[h], TWO_1152), add_fp16(y[2 + h], TWO_1152), 0x6420);
       }
-      UNROLL for (int h = 0; h < 2; h++) l[i][h] += sum[2 * h] * weight[i][h];  // l = alpha l + beta rowsum(P)
+      UNROLL for (int h = 0; h < 2; h++) l[i][h] += sum[2 * h] * weight[i][h];  // (3) l = alpha l + beta rowsum(P)
     }
     if (SPLIT == 2) {
       const u32 mine = base + CODES_AT + warp * CODES + lane * 16, other = base + CODES_AT + (warp ^ 1) * CODES + lane * 16;
@@ -179,12 +179,12 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       }
     }
     UNROLL for (int n = 0; n < OWN_D / 8; n += AT_ONCE) {
-      int sum[AT_ONCE][MT][4];  // P V
+      int sum[AT_ONCE][MT][4];  // (4) [GEMM] O = alpha O + beta P V
       UNROLL for (int c = 0; c < KEYS / 64; c++) {
         u32 b[AT_ONCE][4];
         UNROLL for (int e = 0; e < AT_ONCE; e++) load_matrices(b[e], at + ((v_lane ^ (c << 6)) + (n + e) * 8 * KEYS));
-        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);
-        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(start, c == 0, sum[e][i], p[i][2 * c], b[e][0], b[e][1]);  // P V, 32 keys
+        UNROLL for (int e = 0; e < AT_ONCE; e++) UNROLL for (int i = 0; i < MT; i++) mma(sum[e][i], p[i][2 * c + 1], b[e][2], b[e][3]);  // P V, 32 more
       }
       UNROLL for (int e = 0; e < AT_ONCE; e++) {
         float vs[4];
@@ -209,11 +209,11 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     int s[MT][2][4];
     UNROLL for (int j = 0; j < 2; j++) {
       const int key = number_of(j * 8 + g);
-      const i8* at = k8 + (key < keys.length ? key : 0) * k_token + t * 4;
+      const i8* at = k_int8 + (key < keys.length ? key : 0) * k_token + t * 4;
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) s[i][j][r] = 0;
       UNROLL for (int k = 0; k < D / 32; k++) {
         const u32 low_word = *(const u32*)(at + k * 32), high_word = *(const u32*)(at + k * 32 + 16);
-        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // S = Q K^T
+        UNROLL for (int i = 0; i < MT; i++) mma(s[i][j], q[i][k], low_word, high_word);  // [GEMM] S = Q K^T of the keys that are apart
       }
     }
     u32 p[MT][4];
@@ -240,7 +240,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
       const u32 low_word = words[0], high_word = words[1];
       UNROLL for (int i = 0; i < MT; i++) {
         float sum[4] = {0, 0, 0, 0};
-        mma_16bit(sum, p[i], low_word, high_word);  // P V
+        mma_16bit(sum, p[i], low_word, high_word);  // [GEMM] P V of the keys that are apart
         UNROLL for (int r = 0; r < 4; r++) acc[i][n][r] = acc[i][n][r] * decay[i][r >> 1] + sum[r] * LEVELS;  // O = alpha O + P V
       }
     }

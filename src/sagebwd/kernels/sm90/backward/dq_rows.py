@@ -12,6 +12,24 @@ from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, add_tile, reinte
 BOXES = gl.constexpr(3)
 
 
+@gluon.constexpr_function
+def dq_parts(consumer, pieces):
+    """Piece and channel of K^T with which the two parts of a warpgroup's half of dQ's channels begin.
+
+    The first part has 64 channels, the second as many, or half of what is left.
+    """
+    if pieces == 1:
+        return (0, consumer * 128), (0, consumer * 128 + 64)
+    return (consumer, 0), (pieces - 1, consumer * 32)
+
+
+@gluon.jit
+def zeros_of_rest(memory):
+    """Zeros that the second part is added to."""
+    BOX: gl.constexpr = memory[0].shape[2]
+    return gl.zeros([ROWS, BOX], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 32]))
+
+
 @gluon.jit
 def dq_rows_product(k_t_smem, ds_smem, slot, acc_init, piece, FIRST: gl.constexpr, opaque_false=False):
     """dQ = dS K: channels FIRST onwards of a piece, as many as ``acc_init`` has, for 64 queries, over both warpgroups'
@@ -37,10 +55,10 @@ def last_dq_rows(k_t_smem, ds_smem, slot, CONSUMER: gl.constexpr, LAYOUT: gl.con
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE // 2, 32])
     LAST: gl.constexpr = k_t_smem.shape[0] // CONSUMERS - 1
     acc_init = gl.zeros([ROWS, PIECE // 2], gl.float32, HALF)
-    half = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, LAST, CONSUMER * (PIECE // 2))
+    half = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, LAST, CONSUMER * (PIECE // 2))  # dQ = dS K
     half = warpgroup_mma_wait(0, deps=[half])
     acc_init = gl.zeros([ROWS, PIECE], gl.float32, LAYOUT)
-    dq = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, CONSUMER, 0)
+    dq = dq_rows_product(k_t_smem, ds_smem, slot, acc_init, CONSUMER, 0)  # dQ = dS K
     return warpgroup_mma_wait(0, deps=[dq]), half
 
 

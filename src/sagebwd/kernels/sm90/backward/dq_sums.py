@@ -90,8 +90,9 @@ def dq_product(k_t, ds_smem, slot, acc_init, opaque_false, FIRST: gl.constexpr, 
     CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
     lo = reinterpret(ds_smem.index(slot * CONSUMERS), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
     hi = reinterpret(ds_smem.index(slot * CONSUMERS + 1), gl.float8e4nv, [BLOCK_Q, ROWS], CODES)
-    dq = warpgroup_mma(k_t[0], lo.slice(FIRST, ROWS, 0).permute((1, 0)), acc_init, use_acc=opaque_false, is_async=True)
-    return warpgroup_mma(k_t[1], hi.slice(FIRST, ROWS, 0).permute((1, 0)), dq, is_async=True)  # dQ^T += K^T dS^T
+    lo, hi = lo.slice(FIRST, ROWS, 0).permute((1, 0)), hi.slice(FIRST, ROWS, 0).permute((1, 0))
+    dq = warpgroup_mma(k_t[0], lo, acc_init, use_acc=opaque_false, is_async=True)  # dQ^T = K^T dS^T
+    return warpgroup_mma(k_t[1], hi, dq, is_async=True)  # dQ^T += K^T dS^T, the other warpgroup's keys
 
 
 @gluon.jit

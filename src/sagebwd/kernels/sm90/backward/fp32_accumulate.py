@@ -23,7 +23,7 @@ def new_product(a, memory, acc_init, opaque_false=False):
     acc_init: zeros, or a dead accumulator whose registers the product reuses. opaque_false: then False at run time,
     but unknown to Triton, which would else drop ``acc_init``.
     """
-    return warpgroup_mma(a, memory.permute((1, 0)), acc_init, use_acc=opaque_false, is_async=True)
+    return warpgroup_mma(a, memory.permute((1, 0)), acc_init, use_acc=opaque_false, is_async=True)  # P^T dO or dS^T Q
 
 
 @gluon.jit
@@ -102,9 +102,9 @@ def accumulate_alternating(sums, sets, a, b_t, scale, opaque_false):
     sums_new = ()
     for piece in gl.static_range(len(sums) - 1):
         free = warpgroup_mma_wait(1, deps=[sets[0]])
-        sums_new += (fma_in_place(sums[piece], free, scale),)
+        sums_new += (fma_in_place(sums[piece], free, scale),)  # dV += P^T dO or dK += dS^T Q
         if piece + 2 < len(sums):
-            free = new_product(a, b_t[piece + 2], free, opaque_false)
+            free = new_product(a, b_t[piece + 2], free, opaque_false)  # P^T dO or dS^T Q
         sets = (sets[1], free)
     return sums_new, free, sets[0]
 
@@ -118,7 +118,8 @@ def product_of_piece(piece: gl.constexpr, operands, copies, stage, free, opaque_
     if piece < PIECES[0]:
         return new_product(operands[0], copies[0].index(stage * PIECES[0] + piece), free, opaque_false)  # P^T dO
     else:
-        return new_product(operands[1], copies[1].index(stage * PIECES[1] + (piece - PIECES[0])), free, opaque_false)
+        q_t = copies[1].index(stage * PIECES[1] + (piece - PIECES[0]))
+        return new_product(operands[1], q_t, free, opaque_false)  # dS^T Q
 
 
 @gluon.jit
@@ -141,7 +142,7 @@ def accumulate_in_pieces(
     half_init = gl.zeros([ROWS, WIDTH // 2], gl.float32, HALF)
     sets = ()
     for piece in gl.static_range(AHEAD + 1):
-        sets += (product_of_piece(piece, operands, copies, stage, acc_init, False, PIECES),)
+        sets += (product_of_piece(piece, operands, copies, stage, acc_init, False, PIECES),)  # P^T dO
     scale = plane(scales, 0, 1, LAYOUT)  # before the products are waited for
     sums = dv + dk
     sums_new = ()

@@ -63,7 +63,8 @@ def scores(k, q_smem, full, step, more, acc_init, opaque_false, STAGES: gl.const
     WIDTH: gl.constexpr = k[0].shape[1]
     stage, phase = ring(step, STAGES)
     mbarrier.wait(full.index(stage * (full.shape[0] // STAGES)), phase, pred=more)
-    s = warpgroup_mma(k[0], q_piece(q_smem, stage, 0, WIDTH, PIECES), acc_init, use_acc=opaque_false, is_async=True)
+    q = q_piece(q_smem, stage, 0, WIDTH, PIECES)
+    s = warpgroup_mma(k[0], q, acc_init, use_acc=opaque_false, is_async=True)  # S^T = K Q^T
     for piece in gl.static_range(1, PIECES):
         s = warpgroup_mma(k[piece], q_piece(q_smem, stage, piece, WIDTH, PIECES), s, is_async=True)  # S^T += K Q^T
     return s

@@ -136,7 +136,7 @@ def accumulate(
         HALF: gl.constexpr = WIDTH.head_dim // 2
         k = k.slice(0, HALF, 1).load(gl.DotOperandLayout(0, S_LAYOUT, 4)), k.slice(HALF, HALF, 1)
     begun = 0
-    s = scores(k, memory.q, full, begun, begin < end, s_init, False, STAGES)
+    s = scores(k, memory.q, full, begun, begin < end, s_init, False, STAGES)  # S^T = K Q^T
     # one head alone is no loop
     heads = sizes.group if KIND.GROUPED and not LISTED else 1
     until = begun + (end - begin) * heads
@@ -147,25 +147,29 @@ def accumulate(
                 i = masked_m_block(number, m_range, KIND) if part == 0 else number
                 step = number + ahead
                 stage, phase = ring(step, STAGES)
-                # alone in flight across the loop's end: of two, ptxas would wait at once
+                # (1) [GEMM] S^T = K Q^T, queued in the step before; steps are numbered as in `m_block`
                 s = warpgroup_mma_wait(0, deps=[s])
                 entry_at, block = 0, i
                 if LISTED:
                     entry_at, entry, _ = listed_block(sparse, at, number)
                     block = head_and_block(entry)[1]
-                p = probabilities(  # P^T = exp2(S^T - lse)
+                # (3) P^T = exp2(S^T - lse)
+                p = probabilities(
                     s, memory.rows.index(stage), key_scale, keys, keep_key, block * BLOCK_Q, first_k, work_tile, seq_q,
                     sizes.group, tensors.key_mask, sparse, tensors.bias, entry_at, KIND, part == 0, False, BLOCK_Q,
                     S_LAYOUT,
                 )[0]  # fmt: skip
                 p_fp8 = operand_float8(p, OPERAND)
+                # (5) [GEMM] dV += P^T dO; beside it (1) of the next block
                 mbarrier.wait(full.index(stage * 2 + 1), phase)
                 opaque_false = step < 0
                 do_t = parts_of_copy(memory.do_t, stage, ROWS, PARTS)
-                first = new_product(p_fp8, do_t[0], acc_init)  # P^T dO
-                second = new_product(p_fp8, do_t[1], acc_init)  # P^T dO
+                first = new_product(p_fp8, do_t[0], acc_init)  # P^T dO, channels 0 to 63
+                second = new_product(p_fp8, do_t[1], acc_init)  # P^T dO, channels 64 to 127
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
-                dv_new, free, last = accumulate_alternating(dv, (first, second), p_fp8, do_t, dv_scale, opaque_false)
+                dv_new, free, last = accumulate_alternating(  # dV += P^T dO, but for the last channels
+                    dv, (first, second), p_fp8, do_t, dv_scale, opaque_false
+                )  # fmt: skip
                 more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
                 s = scores(k, memory.q, full, step + 1, more, free, opaque_false, STAGES)  # S^T = K Q^T, next step
