@@ -27,10 +27,10 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto import model
 from sagebwd.call import Ask
 from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.environment import write_whole
+from sagebwd.masks import kinds
 from sagebwd.recipe import FP8, Recipe
 from sagebwd.switches import switches
 
@@ -198,7 +198,7 @@ def _pairs(
     """Implementations and the recipes that they run; all of a recipe's if none does, for the error's sake."""
     pairs = []
     for recipe in map(Recipe.parse, recipes):
-        kind = model.PACKED if isinstance(shape, Packed) else model.FULL
+        kind = kinds.PACKED if isinstance(shape, Packed) else kinds.FULL
         ask = Ask(recipe, shape.head_dim, shape.value_dim, dtype, torch.device(device), kind)
         if impls is None:
             pairs.append((dispatch.choose(ask).impl, recipe))

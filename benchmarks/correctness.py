@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.baselines import Attention
 from benchmarks.shapes import Shape
+from sagebwd import sinks as epilogue
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import Recipe
-from sagebwd.reference import sinks as epilogue
 from sagebwd.reference.conformance import violation
 from sagebwd.reference.emulator import Emulator
 from sagebwd.reference.metrics import relative_l2

@@ -26,12 +26,13 @@ from benchmarks.mask_attentions import BAND, FLEX, PACKED, PEERS, READ, Given, a
 from benchmarks.mask_cases import Case
 from benchmarks.timer import from_rest
 from sagebwd import dispatch
-from sagebwd.auto import model
 from sagebwd.call import Ask
 from sagebwd.cli.measure import COMPILING
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import LEAD_MS, ROUND_MS, ROUNDS, time_contenders
-from sagebwd.masks.mask import Mask, of_tensor
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.masks import kinds
+from sagebwd.masks.mask import Mask
 from sagebwd.recipe import Recipe
 
 FORWARD, BOTH = DIRECTIONS = ("fwd", "fwd+bwd")
@@ -228,9 +229,9 @@ def _impl(case: Case, name: str, impl: str | None, inputs: Inputs) -> str | None
     """Who runs each direction of ours, as `sagebwd.dispatch.Choice.name` has it."""
     if name in PEERS:
         return None
-    kind = model.PACKED if name.startswith(PACKED) else model.MASK
+    kind = kinds.PACKED if name.startswith(PACKED) else kinds.MASK
     if name.startswith(BAND):
-        kind = model.CAUSAL if case.band().lower is None else model.WINDOW
+        kind = kinds.CAUSAL if case.band().lower is None else kinds.WINDOW
     try:
         return dispatch.choose(Ask.of(inputs[0], inputs[2], recipe_of(name), impl, kind)).name
     except NotImplementedError:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
+from sagebwd.kernels.families import FAMILIES
+from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.masks.mask import Mask, shown
 from sagebwd.recipe import Recipe
 from sagebwd.reference.conformance import emulator_error, moved, violation
@@ -204,7 +205,7 @@ class AttentionCase:
         recipe = Recipe.parse(self.recipe)
         if dispatch.SEPARATOR not in impl:
             device, kind = torch.device(self.device), MASK if self.mask else FULL
-            found = dispatch._rows(impl, recipe, Ask(recipe, *self.dims, self.dtype, device, kind))
+            found = dispatch._rows(FAMILIES[impl], recipe, Ask(recipe, *self.dims, self.dtype, device, kind))
             assert not isinstance(found, str), found
             impl = dispatch.SEPARATOR.join(row.impl for row in found)
         return dispatch.named(recipe, impl)
@@ -218,7 +219,7 @@ class AttentionCase:
         """dq, dk and dv; q and k are kept as `sagebwd.ops` does."""
         q, k, v, do, dlse = inputs
         choice = self.choice(impl)
-        keep_q, keep_k = keeps_inputs(call.recipe, choice.backward.impl)
+        keep_q, keep_k = keeps_inputs(call.recipe, choice.backward)
         return dispatch.backward(choice, call, saved, do, dlse, q if keep_q else None, k if keep_k else None, v)
 
     def run(self, impl: str, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -49,15 +49,3 @@ def runner(main, monkeypatch, capsys):
         return stop.value.code, " ".join(out.split()), " ".join(err.split())
 
     return run
-
-
-def without_defaults(app, name, run, monkeypatch):
-    """The defaults that help texts of a command's options name and ``--help`` does not print."""
-    import typer
-
-    monkeypatch.setenv("COLUMNS", "200")
-    _, out, _ = run(name, "--help")
-    named = [option.help for option in typer.main.get_command(app).commands[name].params if "[" in option.help]
-    assert named
-    words = "".join(out.replace("│", "").split())
-    return [text for text in named if "".join(text.split()) not in words]

@@ -10,7 +10,7 @@ import sys
 import torch
 from triton.runtime.jit import JITFunction
 
-from sagebwd.masks import list_kernels, mask_blocks, work_splits
+from sagebwd.kernels.masks import list_kernels, mask_blocks, work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import BLOCK, TILE
 from tools.cross_compile import Launch, count, registers, sass

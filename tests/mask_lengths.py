@@ -12,9 +12,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from triton.runtime.jit import JITFunction
 
 from sagebwd import dispatch, sage_attention
+from sagebwd.auto import choice as auto_choice
+from sagebwd.kernels.masks import blocks
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.forward import launch as forward
-from sagebwd.masks import mask
 from sagebwd.masks.tiles import tiles_of
 from sagebwd.recipe import Recipe
 from tools.cross_compile import Unstarted, binder
@@ -63,13 +64,13 @@ def launch_all_but_cute(started, kernel, *args, **kwargs) -> None:
 if __name__ == "__main__":
     JITFunction.run = record
     device.capability, device.num_sms = (lambda _: 90), (lambda _: 132)
-    mask.by_kernels = lambda _: True
+    blocks.by_kernels = lambda _: True
     forward.forward_kernel = lambda variant: _note("CuTe's forward", variant)
     started = forward.launch
     forward.launch = lambda kernel, *args, **kwargs: launch_all_but_cute(started, kernel, *args, **kwargs)
     for recipe, impl, name in CALLS:
         choice = dispatch.named(Recipe.named(recipe), f"{impl}/{impl}")
-        dispatch.choose = lambda *_, choice=choice: choice
+        auto_choice.choose = lambda *_, choice=choice: choice
         for length in LENGTHS:
             now = recipe, name, length
             q, k, v = (torch.empty(1, 2, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from sagebwd.masks.mask import Mask, of_tensor
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.masks.mask import Mask
 from sagebwd.masks.tiles import tiles_of
 
 Shape = tuple[int, int, int, int]

@@ -19,7 +19,7 @@ from sagebwd import sage_attention
 from sagebwd.cache import ALIGNMENT
 from sagebwd.checkpointing import keep_attention
 from sagebwd.integrations.transformers import register
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 
 WIDTH, HEADS, HEAD_DIM, TOKENS = 64, 2, 32, 40
 

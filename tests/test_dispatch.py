@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from sagebwd import Recipe, dispatch, sage_attention, sage_attention_varlen, switches
 from sagebwd.arguments import ask_of
-from sagebwd.auto import model
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.model import Size
 from sagebwd.call import Ask
-from sagebwd.kernels import capabilities
+from sagebwd.kernels import families
 from sagebwd.kernels.sm90 import widths
+from sagebwd.masks.kinds import FULL, MASK
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 MIXED, TOKEN, INT8_DP = (Recipe.parse(text) for text in ("mixed", "token", "token(dp=int8)"))
@@ -25,7 +26,7 @@ ASK = Ask("auto", 64, 64, torch.bfloat16, CARD)
 def hopper(monkeypatch):
     """Every CUDA device is an H100 that has all of the extra."""
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 90 if device.type == "cuda" else 0)
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
     dispatch._choose.cache_clear()
     yield
     dispatch._choose.cache_clear()
@@ -56,13 +57,13 @@ def test_where_hoppers_kernels_do_not_run_mixed_auto_is_token(hopper, changes, n
 def test_on_a_cpu_auto_is_full_precision():
     """By torch where it has a function, `handed_to` torch, else by the reference."""
     ask = ASK._replace(device=CPU)
-    assert dispatch.choose(ask, Size(1 << 20, 1 << 20, 16, 16)) is dispatch.handed_to("torch")
+    assert auto_choice.choose(ask, Size(1 << 20, 1 << 20, 16, 16)) is auto_choice.handed_to("torch")
     for dtype in (torch.bfloat16, torch.float64):
         choice = dispatch.choose(ask._replace(dtype=dtype))
         assert (choice.recipe, choice.name) == (Recipe.named("full"), "reference/reference")
 
 
-@pytest.mark.parametrize("arch", dispatch.MMA_SYNC)
+@pytest.mark.parametrize("arch", families.MMA_SYNC.first_on)
 @pytest.mark.parametrize(
     ("dims", "recipe", "name"),
     [
@@ -73,15 +74,15 @@ def test_on_a_cpu_auto_is_full_precision():
     ],
 )  # fmt: skip
 def test_where_mma_syncs_backward_runs_autos_dp_is_int8(monkeypatch, arch, dims, recipe, name):
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
     ask = ASK._replace(head_dim=dims[0], value_dim=dims[1])
-    for kind in (model.FULL, model.MASK):
+    for kind in (FULL, MASK):
         choice = dispatch._choose.__wrapped__(ask._replace(kind=kind), arch, False)
         assert (choice.recipe, choice.name) == (recipe, name)
     assert dispatch._choose.__wrapped__(ask._replace(recipe=TOKEN), arch, False) == (TOKEN, *choice[1:])
     for impl in ("triton", "reference"):
         assert dispatch._choose.__wrapped__(ask._replace(impl=impl), arch, False).recipe == TOKEN
-    monkeypatch.setattr(dispatch, "_missing", lambda row: "NVRTC is not found" if row.needs else None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: "NVRTC is not found" if row.needs else None)
     without = dispatch._choose.__wrapped__(ask, arch, False)
     assert (without.recipe, without.name) == (TOKEN, "triton/triton")
 
@@ -112,7 +113,7 @@ def test_forms_of_kernels_of_two_families_fit(hopper, monkeypatch):
     choice = dispatch.choose(ASK._replace(head_dim=192, value_dim=128, recipe=TOKEN))
     assert (choice.name, choice.forms(192, 128)) == ("triton/triton", ((192, 192), (192, 192)))
     sixteen = dispatch.choose(ASK._replace(recipe=MIXED.replace(dv="16bit", dq="16bit", dk="16bit")))
-    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     portable = dispatch.choose(ASK)
     assert (sixteen.name, portable.name) == ("hopper/triton", "triton/hopper")
@@ -129,14 +130,18 @@ def test_each_direction_has_the_kernels_that_run_it(hopper, monkeypatch):
     sixteen = MIXED.replace(dv="16bit", dq="16bit", dk="16bit")
     assert dispatch.choose(ASK._replace(recipe=sixteen)).name == "hopper/triton"
     assert dispatch.choose(ASK._replace(recipe=TOKEN)).name == "triton/triton"
-    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     assert dispatch.choose(ASK).name == dispatch.choose(ASK._replace(impl="hopper")).name == "triton/hopper"
     with pytest.raises(NotImplementedError, match="nvidia-cutlass-dsl is not installed"):
         dispatch.choose(ASK._replace(recipe=sixteen, impl="hopper"))
 
 
-@pytest.mark.parametrize("row", capabilities.ROWS, ids=lambda row: f"{row.direction}-{row.impl}")
+@pytest.mark.parametrize(
+    "row",
+    [row for family in families.FAMILIES.values() for row in (family.forward, family.backward)],
+    ids=lambda row: f"{row.direction}-{row.impl}",
+)
 def test_a_choice_has_the_rows_of_its_name(row):
     name = f"{row.impl}/{row.impl}"
     choice = dispatch.named(TOKEN, name)
@@ -179,8 +184,8 @@ def test_refusals_name_the_argument_and_the_way_out(hopper, monkeypatch, changes
 @pytest.fixture
 def asked(monkeypatch):
     """The calls of `choose`."""
-    calls, real = [], dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *ask: calls.append(ask) or real(*ask))
+    calls, real = [], auto_choice.choose
+    monkeypatch.setattr(auto_choice, "choose", lambda *ask: calls.append(ask) or real(*ask))
     return calls
 
 

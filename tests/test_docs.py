@@ -76,12 +76,6 @@ def test_users_pages_are_two_clicks_from_the_readme():
     assert not [str(page) for page in pages if page not in found]
 
 
-def test_the_readme_installs_and_calls_before_it_explains():
-    lines = text_of(ROOT / "README.md").splitlines()
-    assert next(number for number, line in enumerate(lines, 1) if "pip install" in line) < 25
-    assert lines.index("```python") + 1 < 45
-
-
 def test_imports_of_the_readme_run(tmp_path):
     imports = re.findall(r"`(from sagebwd[\w.]* import .*?)`", text_of(ROOT / "README.md"))
     assert len(imports) >= 5
@@ -259,8 +253,3 @@ def test_code_that_fails_is_seen(tmp_path):
         outcome = programs.run(code, tmp_path)
         assert outcome.returncode == returncode
         assert told in outcome.stderr
-
-
-def test_most_code_in_the_documents_needs_nothing():
-    assert len(BLOCKS) >= 8
-    assert sum(bool(mark) for _, mark, _ in BLOCKS) <= len(BLOCKS) / 3

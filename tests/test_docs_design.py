@@ -36,16 +36,6 @@ def test_everything_in_the_tree_is_there():
     assert not [path for path in found if path.endswith("/") != (ROOT / path).is_dir()]
 
 
-def test_every_folder_and_module_at_the_root_of_the_package_is_in_the_tree():
-    found = {path.rstrip("/") for path in entries(section("The tree"))}
-    root = ROOT / "src" / "sagebwd"
-    folders = [path.parent for path in root.rglob("__init__.py") if path.parent != root]
-    modules = [path for path in root.glob("*.py") if not path.name.startswith("__")]
-    there = [path.relative_to(ROOT).as_posix() for path in (*folders, *modules)]
-    assert len(there) > 25
-    assert not set(there) - found
-
-
 @pytest.mark.parametrize("flow", ["A call", "A training run of the laboratory"])
 def test_places_in_the_flows_are_there(flow):
     drawing = re.search(r"```text\n(.*?)```", section(flow), re.DOTALL)[1]
@@ -53,9 +43,3 @@ def test_places_in_the_flows_are_there(flow):
     named = {x for x in named if x.endswith((*SUFFIXES, "/"))}
     assert len(named) >= 6
     assert not [x for x in named if not (ROOT / x).exists() and not (ROOT / "src" / "sagebwd" / x).exists()]
-
-
-def test_a_tree_is_read_by_its_indent():
-    assert entries("```text\na/   x\n  b.py, c.py  y, z\n  d/\n    e.py   w\n  f.py\n```") == [
-        "a/", "a/b.py", "a/c.py", "a/d/", "a/d/e.py", "a/f.py",
-    ]  # fmt: skip

@@ -91,9 +91,9 @@ tempfile.tempdir = os.getcwd()
 HOMELESS_CALL = f"""{HOMELESS}
 import torch
 from sagebwd import dispatch, environment, sage_attention
-from sagebwd.auto import model
+from sagebwd.auto import model, timings
 from sagebwd.kernels.portable import tune
-model.of_card("NVIDIA H200", "0")
+timings.of_card("NVIDIA H200", "0")
 x = torch.randn(1, 1, 4, 8)
 sage_attention(x, x, x)
 print(environment.cache_folder(), tune.CACHE.parent)

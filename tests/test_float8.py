@@ -8,9 +8,10 @@ from torch.testing import assert_close
 
 from sagebwd import sage_attention, sage_attention_varlen
 from sagebwd.masks.band import Band
+from sagebwd.numerics import E4M3_MAX, RESTORED
 from sagebwd.recipe import Recipe
 from sagebwd.reference.emulator import Emulator
-from sagebwd.reference.float8 import E4M3_MAX, RESTORED, _normalised, e4m3, queries_a_scale
+from sagebwd.reference.float8 import _normalised, e4m3, queries_a_scale
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.rotation import rotation
 from tests.attention_case import outcome

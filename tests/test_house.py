@@ -1,67 +1,32 @@
-"""How the library, the benchmarks and the laboratory are laid out: who may import whom."""
+"""How the library, the benchmarks and the laboratory are laid out: who may import whom (`tools.house`)."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from functools import cache
-from graphlib import TopologicalSorter
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("src/sagebwd", "benchmarks", "lab")
-MODULES = {
-    ".".join(path.relative_to((ROOT / package).parent).with_suffix("").parts).removesuffix(".__init__"): path
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+import pytest
+
+from tools import house
+from tools.house import LIBRARY, MODULES, ROOT, imports
+
 KERNELS = "sagebwd.kernels"
-# A part, and parts that it does not know, in its functions neither.
+FAMILIES = ("portable", "mma_sync", "sm90")
+# A part, and parts that it does not know, in its functions neither; rooms of the library have `house.FLOORS`.
 STRANGERS = [
     ("sagebwd", ["benchmarks", "lab"]),
     ("benchmarks", ["lab"]),
     *((part, ["tools", "tests"]) for part in ("sagebwd", "benchmarks", "lab")),
-    *((f"sagebwd.{part}", ["sagebwd.cli"]) for part in ("integrations", "diagnostics", "auto", "attention")),
-    ("sagebwd.integrations", ["sagebwd.diagnostics"]),
     ("sagebwd.reference", [KERNELS]),
-    ("sagebwd.masks", [KERNELS]),
-    (f"{KERNELS}.runtime", [f"{KERNELS}.portable", f"{KERNELS}.sm90", f"{KERNELS}.common"]),
-    (f"{KERNELS}.common", [f"{KERNELS}.portable", f"{KERNELS}.sm90"]),
-    (f"{KERNELS}.portable", [f"{KERNELS}.sm90"]),
-    (f"{KERNELS}.sm90", [f"{KERNELS}.portable"]),
+    (f"{KERNELS}.runtime", [f"{KERNELS}.{other}" for other in ("common", "masks", *FAMILIES)]),
+    (f"{KERNELS}.masks", [f"{KERNELS}.{other}" for other in ("common", *FAMILIES)]),
+    (f"{KERNELS}.common", [f"{KERNELS}.{family}" for family in FAMILIES]),
+    (f"{KERNELS}.portable", [f"{KERNELS}.sm90", f"{KERNELS}.mma_sync"]),
+    (f"{KERNELS}.mma_sync", [f"{KERNELS}.sm90"]),  # the portable kernels are its own for masks and in fixed order
+    (f"{KERNELS}.sm90", [f"{KERNELS}.portable", f"{KERNELS}.mma_sync"]),
 ]
 # Read where neither is to be imported: by the command line and by tools.
-ROWS = (f"{KERNELS}.capabilities", f"{KERNELS}.sm90.widths", "sagebwd.auto.model")
-# Parts in which no import goes round where those in functions count too.
-LATE_TOO = ("benchmarks", "lab", "sagebwd.cli", "sagebwd.diagnostics")
-
-
-def _statements(body: list[ast.stmt], late: bool) -> Iterator[ast.stmt]:
-    """Statements that run when a module is imported or, if ``late``, any; those of TYPE_CHECKING left out."""
-    for statement in body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and not late:
-            continue
-        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.dump(statement.test):
-            continue
-        yield statement
-        for name in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(statement, name, []), late)
-        for handler in getattr(statement, "handlers", []):
-            yield from _statements(handler.body, late)
-
-
-@cache
-def imports(module: str, late: bool = False) -> frozenset[str]:
-    """What a module imports, if ``late`` in its functions too: modules of `PACKAGES`, or the first names of others."""
-    found = set()
-    for statement in _statements(ast.parse(MODULES[module].read_text(encoding="utf-8")).body, late):
-        if isinstance(statement, ast.Import):
-            found |= {alias.name for alias in statement.names}
-        elif isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                whole = f"{statement.module}.{alias.name}"
-                found.add(whole if whole in MODULES else statement.module)
-    return frozenset(found)
+ROWS = (f"{KERNELS}.families", f"{KERNELS}.sm90.widths", "sagebwd.auto.model", "sagebwd.auto.timings")
+MOST_UPWARD = 2
 
 
 def within(module: str, part: str) -> bool:
@@ -69,19 +34,37 @@ def within(module: str, part: str) -> bool:
     return module == part or module.startswith(f"{part}.")
 
 
-def is_known(part: str) -> bool:
-    return part in ("tools", "tests") or any(within(module, part) for module in MODULES)
+def check_is_there(part: str) -> None:
+    """Raises for a part that is gone: what is said of it holds of nothing."""
+    assert (ROOT / part).is_dir() if part in ("tools", "tests") else any(within(x, part) for x in MODULES), part
+
+
+def library() -> list[str]:
+    return [name for name in MODULES if within(name, LIBRARY)]
+
+
+def test_every_part_that_is_named_is_there():
+    for part, strangers in STRANGERS:
+        for name in (part, *strangers):
+            check_is_there(name)
+    for module in ROWS:
+        assert module in MODULES
+    rooms = {house.room_of(name) for name in library()} - {LIBRARY}
+    assert rooms == set(house.FLOOR_OF), "rooms that are gone, or that no floor has"
+
+
+def test_a_part_that_is_gone_is_told():
+    with pytest.raises(AssertionError, match="gone"):
+        check_is_there("sagebwd.gone")
 
 
 def test_a_part_does_not_know_its_strangers():
-    for part, strangers in STRANGERS:
-        assert all(map(is_known, [part, *strangers]))
     met = [
         (module, name)
         for part, strangers in STRANGERS
         for module in MODULES
         if within(module, part)
-        for name in imports(module, late=True)
+        for name in imports(module)
         if any(within(name, stranger) for stranger in strangers)
     ]
     assert not met
@@ -89,38 +72,48 @@ def test_a_part_does_not_know_its_strangers():
 
 def test_rows_import_neither_torch_nor_triton():
     for module in ROWS:
-        assert module in MODULES
         met, left = set(), [module]
         while left:
             name = left.pop()
             if name in met or name == "sagebwd":
                 continue
             met.add(name)
-            left += imports(name) if name in MODULES else []
+            left += imports(name, late=False) if name in MODULES else []
         assert not {name.split(".")[0] for name in met} & {"torch", "triton"}, module
 
 
-def check_no_import_goes_round(modules: list[str], late: bool) -> None:
-    """Raises CycleError."""
-    graph = {name: {x for x in imports(name, late) if x in modules} - {name, "sagebwd"} for name in modules}
-    TopologicalSorter(graph).prepare()
-
-
 def test_no_import_goes_round():
-    check_no_import_goes_round(list(MODULES), late=False)
+    """In functions and by strings neither."""
+    assert not house.circles(house.graph_of(library()))
+    for package in ("benchmarks", "lab"):
+        modules = [name for name in MODULES if within(name, package)]
+        assert len(modules) > 5
+        assert not house.circles(house.graph_of(modules))
 
 
-def test_no_import_in_a_function_goes_round():
-    for part in LATE_TOO:
-        modules = [name for name in MODULES if within(name, part)]
-        assert len(modules) > 5, part
-        check_no_import_goes_round(modules, late=True)
+def test_rooms_know_those_below_them():
+    rooms = house.rooms_of(house.graph_of(library()))
+    assert not house.circles({room: set(found) for room, found in rooms.items()})
+    assert len(house.upward(rooms)) <= MOST_UPWARD, house.upward(rooms)
 
 
-def test_late_imports_are_seen():
-    assert within("sagebwd.cli.doctor", "sagebwd.cli")
-    assert "lab.training.pretrain" in imports("lab.__main__", late=True)
-    assert "lab.training.pretrain" not in imports("lab.__main__")
+def test_implementations_are_named_in_their_folders_and_in_one_list():
+    package = "sagebwd.cli.doctor: 'triton'"  # whose version it prints
+    assert house.names_of_implementations(library()) == [package]
+
+
+def test_imports_in_functions_and_by_strings_are_seen():
+    assert "lab.training.pretrain" in imports("lab.__main__")
+    assert "lab.training.pretrain" not in imports("lab.__main__", late=False)
+    assert "sagebwd.kernels.portable.launch" in imports("sagebwd.kernels.portable.family")
+    assert "sagebwd.kernels.portable.launch" not in imports("sagebwd.kernels.portable.family", late=False)
+
+
+def test_a_circle_and_an_arrow_upward_are_told():
+    assert house.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+    assert house.upward({"masks": {"kernels": ["x -> y"]}, "kernels": {"masks": ["y -> x"]}}) == [
+        "masks -> kernels: x -> y"
+    ]
 
 
 def test_no_kernel_of_hoppers_branches_on_a_width():

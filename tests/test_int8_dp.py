@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from lab.studies import int8_dp
 from sagebwd import dispatch, sage_attention, sage_attention_varlen
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.diagnostics import capture
+from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import relative_l2
@@ -253,48 +253,6 @@ def test_pages_have_the_commands_tables(page, file, kinds, recipes, capsys):
     assert capsys.readouterr().out.strip() in (DOCS / page).read_text(encoding="utf-8")
 
 
-def test_the_page_says_what_each_step_mends():
-    """The errors in its table of steps, dS's, and in its sentence on the worst real head, dQ's."""
-    rows = []
-    for file in ("int8_dp_steps.json", "int8_dp_steps_smollm2.json"):
-        rows += json.loads((DOCS / "results" / file).read_text(encoding="utf-8"))["rows"]
-    errors = {(row["kind"], row["step"]): row["errors"] for row in rows if row["recipe"] == "mixed"}
-    page = (DOCS / "results" / "int8-dp.md").read_text(encoding="utf-8")
-
-    def error(tensor, kind, step, of):
-        return f"{of(errors[kind, step][tensor]):.3f}".removeprefix("0")
-
-    def said(label, kind, step, of):
-        return f"{label}: {error('ds', kind, f'without: {step}', of)}, {error('ds', kind, 'all four', of)}"
-
-    for step, kind in zip(int8_dp.DP_STEPS, ("outliers", "sink at 0", "outliers", "sink at 0")):
-        line = page.partition(f"\n| {step} |")[2].partition("\n")[0]
-        real = "; " + said("largest of real heads", "real", step, max) if kind == "sink at 0" else ""
-        assert line.endswith(f"| {said(kind, kind, step, statistics.median)}{real} |")
-    steps = {
-        "with all four steps": "all four", "without token scales": "without: token scales",
-        "without the mean of O": "without: mean of O", "with none": "none", "with dP in 16 bit": "dP in 16 bit",
-    }  # fmt: skip
-    worst = [f"{error('dq', 'real', step, max)} {words}" for words, step in steps.items()]
-    assert f"dQ's error is {', '.join(worst[:-1])}, and {worst[-1]}." in page
-
-
-def test_the_page_has_the_layers_of_a_trained_model():
-    rows = json.loads((DOCS / "results" / "int8_dp_heads_smollm2.json").read_text(encoding="utf-8"))["rows"]
-    page = (DOCS / "results" / "int8-dp.md").read_text(encoding="utf-8")
-    total = {}
-    for recipe in rows[0]["errors"]:
-        columns = {name: [row["errors"][recipe][name] for row in rows] for name in ("o", "dq", "dk", "dv")}
-        total[recipe] = {name: math.hypot(*column) / len(column) ** 0.5 for name, column in columns.items()}
-        cells = " / ".join(f"{x:.4f}" for x in total[recipe].values())
-        assert f"| `{recipe}` | {cells} | " + " / ".join(f"{max(x):.3f}" for x in columns.values()) + " |" in page
-    ratios = [
-        f"{total[f'{base}(dp=int8)'][x] / total[base][x]:.2f}" for base in ("mixed", "token") for x in ("dq", "dk")
-    ]
-    said = "dQ is {} and dK {} times `mixed`'s, and {} and {} times `token`'s".format(*ratios)
-    assert said in page
-
-
 def test_a_gradient_of_lse_costs_other_queries_nothing():
     """One as large as a million times what comes by O: its query's dO has a coarser scale, others keep theirs."""
     q, k, v, do = draw(tokens=64, head_dim=32, dtype=torch.float64)
@@ -317,7 +275,7 @@ def test_a_gradient_of_lse_costs_other_queries_nothing():
 @pytest.mark.parametrize("name", RECIPES)
 def test_who_runs_a_call_with_dp_in_16_bits_runs_it(name, arch, kind, monkeypatch):
     """But Hopper's kernels."""
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
 
     def who(ask):
         try:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.masks import list_kernels, lists, sm90_block_lists, work_splits
+from sagebwd.kernels.masks import list_kernels, lists, sm90_block_lists, work_splits
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
-from tests import programs
+from tests import programs, torch_lists
 from tests.gpus import DEVICE, on_gpu
 from tests.mask_lengths import FIRST
 from tests.masks import drawn
@@ -48,14 +48,14 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 def check_queries(name: str) -> None:
     mask, key_mask, *settings, _, _ = case(name)
     found = list_kernels.of_queries(*on_device(mask.blocks, key_mask), *settings)
-    assert torch.equal(found.cpu(), sm90_block_lists.query_lists(mask.blocks, key_mask, *settings))
+    assert torch.equal(found.cpu(), torch_lists.of_queries(mask.blocks, key_mask, *settings))
 
 
 def check_keys(name: str, queries: int, interleave_heads: bool) -> None:
     mask, key_mask, tokens, band, _, group, heads = case(name)
     tiles = sm90_block_lists._packed(mask, tokens, True)[1]
     settings = tokens, band, (queries, 128), group, heads, interleave_heads
-    expected, programs = sm90_block_lists.key_lists(mask.blocks, tiles, key_mask, *settings)
+    expected, programs = torch_lists.of_keys(mask.blocks, tiles, key_mask, *settings)
     ours, our_programs = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings)
     assert torch.equal(ours.cpu(), expected)
     there = programs[:, 1] < expected.shape[2]  # of what comes behind nothing else is read
@@ -80,8 +80,9 @@ def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
         monkeypatch.setattr(list_kernels, "CHUNK", 2)
     mask, key_mask, tokens, band, *_ = case(name)
     for first_keys, tile in ((0, (64, 128)), (1, (128, 32)), (16, (64, 32))):
-        expected = lists.lists_of(mask.blocks, mask.tiles, key_mask, tokens, tile, band, by_key, first_keys)
-        last = lists.last_of(key_mask, first_keys).to(DEVICE) if first_keys else None
+        last = lists.last_of(key_mask, first_keys) if first_keys else None
+        expected = torch_lists.lists_of(mask.blocks, mask.tiles, key_mask, last, tokens, tile, band, by_key)
+        last = None if last is None else last.to(DEVICE)
         tiles = None if mask.tiles is None else mask.tiles.to(DEVICE)
         blocks, keys = on_device(mask.blocks, key_mask)
         found = list_kernels.lists_of(blocks, tiles, keys, last, tokens, tile, band, by_key)
@@ -128,7 +129,7 @@ def test_a_window_beyond_every_key_is_none(far):
                     for band in (found, expected)
                 )
                 assert torch.equal(ours, exact)
-                made = lists.lists_of(mask.blocks, None, key_mask, tokens, (64, 64), found, by_key)
+                made = torch_lists.lists_of(mask.blocks, None, key_mask, None, tokens, (64, 64), found, by_key)
                 assert torch.equal(exact.cpu(), made)
 
 
@@ -142,7 +143,7 @@ def test_shares_are_torchs(heads, most, least, interleave_heads, monkeypatch):
     monkeypatch.setattr(work_splits, "LEAST", least)
     lengths = torch.randint(0, 9, (2, heads, 7, 16), generator=torch.Generator().manual_seed(heads), dtype=torch.int32)
     lengths[0, 0, 3, 1] = 60
-    expected = work_splits.work_splits_of(lengths, 2, 3, interleave_heads)
+    expected = torch_lists.work_splits_of(lengths, 2, 3, interleave_heads)
     found = list_kernels._work_splits(lengths.to(DEVICE), 3, interleave_heads, most, least).cpu()
     there = expected[:, 1] < 7
     assert torch.equal(found[there], expected[there])

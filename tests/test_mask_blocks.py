@@ -1,13 +1,13 @@
 """Triton's pass over a mask's elements, interpreted where there is no GPU, against torch's operators."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from sagebwd.masks import argument as mask_argument
-from sagebwd.masks import mask_blocks, sm90_block_lists
+from sagebwd import Recipe, dispatch
+from sagebwd.kernels.masks import blocks as maps
+from sagebwd.kernels.masks import mask_blocks, sm90_block_lists
 from sagebwd.masks.mask import HIDDEN, HIDDEN_ELSE, TILE, Mask, blocks_of
+from sagebwd.planning import mask_argument
 from tests.gpus import DEVICE, on_gpu
 from tests.masks import bias, boolean
 
@@ -42,7 +42,7 @@ def test_a_pass_is_what_torch_computes(dtype, axes):
 def taken(monkeypatch):
     """The pass runs on a CPU too; how often it did."""
     read, calls = mask_blocks.read, []
-    monkeypatch.setattr(mask_blocks, "takes", lambda x: x.dtype in DTYPES)
+    monkeypatch.setattr(maps, "takes", lambda x: x.dtype in DTYPES)
     monkeypatch.setattr(mask_blocks, "read", lambda *args, **kwargs: calls.append(kwargs) or read(*args, **kwargs))
     return calls
 
@@ -74,7 +74,7 @@ MASKS = {
 
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_a_call_reads_its_mask_once(name, by_key, taken):
+def test_a_call_reads_its_mask_once(name, by_key, taken, monkeypatch):
     """With the keys of its batch, and the bits of both directions if a backward will come."""
     mask = MASKS[name]
     tokens = SHAPE[2:] if name in ("rows", "columns", "none") else tuple(mask.shape[2:])
@@ -82,9 +82,11 @@ def test_a_call_reads_its_mask_once(name, by_key, taken):
     found = sm90_block_lists.read(mask.to(DEVICE), 2, tokens, by_query=True, by_key=by_key)
     blocks, keys = blocks_of(full)
     assert equal((found.blocks, found.keys), (blocks, keys.expand(2, -1)))
-    for way in (False, True)[: 1 + by_key]:
-        assert equal(sm90_block_lists._bits(found, tokens, way), sm90_block_lists.words_of(full, way))
+    bits = [sm90_block_lists._bits(found, tokens, way) for way in (False, True)[: 1 + by_key]]
     assert len(taken) == 1
+    monkeypatch.undo()  # by torch
+    for way, made in enumerate(bits):
+        assert equal(made, sm90_block_lists.words_of(full, bool(way)))
 
 
 def test_bits_of_queries_are_kept_until_the_forward_has_them(taken):
@@ -111,7 +113,7 @@ def test_bits_of_queries_are_kept_until_the_forward_has_them(taken):
 )
 def test_only_bits_that_kernels_read_are_made(forward, backward, by_key, words, taken):
     mask, q, k = MASKS["all"].to(DEVICE), torch.empty(2, 4, 150, 64), torch.empty(2, 2, 135, 64)
-    choice = SimpleNamespace(forward=SimpleNamespace(impl=forward), backward=SimpleNamespace(impl=backward))
+    choice = dispatch.named(Recipe.named("token"), f"{forward}/{backward}")
     keys, found = mask_argument.read(mask, mask, None, q, k, by_key=by_key, choice=choice)
     assert torch.equal(keys, found.keys)
     asked = [(x["words"], x["words_by_key"]) for x in taken if "words" in x]
@@ -146,5 +148,5 @@ def test_what_is_added_hides_from_the_same_number_on(dtype):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_a_gpu_takes_them():
     mask = torch.ones(1, 1, TILE, TILE, dtype=torch.bool, device=DEVICE)
-    assert mask_blocks.takes(mask)
-    assert not mask_blocks.takes(mask.double())
+    assert maps.takes(mask)
+    assert not maps.takes(mask.double())

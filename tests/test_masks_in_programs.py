@@ -8,11 +8,10 @@ from sagebwd import dispatch, sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Call
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
-from sagebwd.masks import argument as mask_argument
-from sagebwd.masks import mask as masks
-from sagebwd.masks import sm90_block_lists
-from sagebwd.masks.elements import Elements, Left
-from sagebwd.plan import Plan
+from sagebwd.kernels.masks import blocks, sm90_block_lists
+from sagebwd.planning import mask_argument
+from sagebwd.planning.mask_elements import Elements, Left
+from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from tests.attention_case import outcome
 
@@ -80,7 +79,7 @@ def read_before(seed: int, mask: Tensor, monkeypatch: pytest.MonkeyPatch, **opti
 @pytest.fixture
 def never_before(monkeypatch):
     """Kernels read masks, and no call does so before its program."""
-    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+    monkeypatch.setattr(blocks, "by_kernels", lambda x: True)
     PLANS.clear()
     yield lambda: monkeypatch.setattr(mask_argument, "read", _refuse)
     PLANS.clear()
@@ -140,7 +139,7 @@ def test_backwards_of_several_calls_read_each_its_own(never_before, monkeypatch)
 
 def test_what_programs_do_not_read_as_it_lies_is_read_before(monkeypatch):
     """A bias of one key for all, one by key, and first keys, which are found by operators of torch."""
-    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+    monkeypatch.setattr(blocks, "by_kernels", lambda x: True)
     read, real = [], mask_argument.read
     monkeypatch.setattr(mask_argument, "read", lambda *given, **more: read.append(1) or real(*given, **more))
     numbers = bias(0, TOKENS, KEYS).to(DEVICE)

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.mask_cases import KINDS, Case
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.kernels.masks.sm90_block_lists import of_keys, of_queries
 from sagebwd.masks import eval_mask_mod
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import of_tensor
-from sagebwd.masks.sm90_block_lists import of_keys, of_queries
 from sagebwd.masks.tiles import tiles_of
 
 # Operators that wait for the device, for a number or for how many there are.

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sagebwd import qk_norm_rope, qk_norm_rope_attention, sage_attention, sage_attention_varlen
 from sagebwd.checkpointing import keep_attention
-from sagebwd.reference.norm_rope import norm_rope
+from sagebwd.norm_rope_composed import norm_rope
 
 EPS = 1e-6
 

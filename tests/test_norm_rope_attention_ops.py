@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sagebwd import norm_rope_plan, qk_norm_rope_attention
 from sagebwd.call import empty_like_rows
 from sagebwd.checkpointing import keep_attention
-from sagebwd.reference.norm_rope import HALF, INTERLEAVED
+from sagebwd.norm_rope_composed import HALF, INTERLEAVED
 from tests.gpus import HAS_HOPPER, OF_PROJECTIONS, OF_ROWS, kernels_of
 from tests.test_norm_rope import drawn
 

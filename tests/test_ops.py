@@ -194,8 +194,12 @@ packages = {name.split(".")[0] for name in set(sys.modules) - before}
 assert packages - sys.stdlib_module_names == {"sagebwd"}, packages
 x = torch.randn(1, 1, 4, 8, requires_grad=True)
 sagebwd.sage_attention(x, x, x).sum().backward()
-rows = {"", ".capabilities", ".mma_sync", ".mma_sync.variant", ".sm90", ".sm90.widths"}  # who has what
-assert {name for name in sys.modules if name.startswith("sagebwd.kernels")} == {"sagebwd.kernels" + x for x in rows}
+rows = {"", ".capabilities", ".families", ".mma_sync.variant", ".sm90.widths"}  # who has what
+rows |= {f".{family}{record}" for family in ("portable", "mma_sync", "sm90") for record in ("", ".family")}
+others = {".runtime", ".runtime.device", ".runtime.describing", ".masks", ".masks.blocks", ".masks.lists"}
+others |= {".masks.sm90_block_lists", ".masks.traced_block_mask", ".masks.work_splits"}
+known = {"sagebwd.kernels" + x for x in rows | others}
+assert {name for name in sys.modules if name.startswith("sagebwd.kernels")} == known
 assert not [name for name in sys.modules if name.startswith("sagebwd.integrations.") and not name.endswith(".sdpa")]
 """
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

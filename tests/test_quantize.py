@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from sagebwd import sage_attention
+from sagebwd.numerics import rotation_sizes
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth
-from sagebwd.reference.rotation import hadamard, rotated, rotation, sizes
+from sagebwd.reference.rotation import hadamard, rotated, rotation
 
 
 @pytest.mark.rounding
@@ -110,7 +111,7 @@ def test_pad_tokens():
     [(64, (64,)), (128, (128,)), (80, (64, 16)), (96, (64, 32)), (192, (128, 64)), (112, (64, 32, 16)), (33, (32, 1))],
 )
 def test_blocks_are_powers_of_two(head_dim, expected):
-    assert sizes(head_dim) == expected
+    assert rotation_sizes(head_dim) == expected
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 16, 64, 80, 100, 128, 192, 250, 256])

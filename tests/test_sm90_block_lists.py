@@ -4,11 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.masks import work_splits
+from sagebwd.kernels.masks import work_splits
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.kernels.masks.sm90_block_lists import BlockLists, of_keys, of_queries, pack
+from sagebwd.kernels.masks.work_splits import HEAD_BIT
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import TILE, Mask, of_tensor, shown
+from sagebwd.masks.mask import TILE, Mask, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.sm90_block_lists import HEAD_BIT, BlockLists, of_keys, of_queries, pack
+from tests import torch_lists
 from tests.masks import KINDS, drawn
 
 BAND = Band(lower=-70, upper=0)
@@ -17,6 +20,14 @@ CALLS = [
     ((2, 4, 300, 500), BAND), ((1, 2, 128, 96), Band()), ((2, 2, 257, 130), BAND), ((2, 2, 257, 130), Band()),
     ((1, 1, 1, 1), BAND),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch):
+    """The lists that kernels' are equal to (test_list_kernels.py), sooner."""
+    torch_lists.stand_in(monkeypatch.setattr)
+
+
 FORWARD_TILES = [(192, 128), (128, 128), (192, 96), (128, 96)]
 
 
@@ -177,7 +188,7 @@ def test_shares_have_each_block_of_a_list_once(kind, most, least, interleave_hea
     mask, key_mask = case(kind, shape)
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
-    programs = work_splits.work_splits_of(lists, shape[0], heads, interleave_heads)
+    programs = torch_lists.work_splits_of(lists, shape[0], heads, interleave_heads)
     if (most, least) == (264, 32):
         group = shape[1] // heads
         block_lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), group, heads, interleave_heads)

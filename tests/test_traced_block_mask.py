@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
 
 from sagebwd import read_block_mask, sage_attention
-from sagebwd.masks import mask as masks
-from sagebwd.masks import sm90_block_lists, traced_block_mask
+from sagebwd.kernels.masks import blocks, sm90_block_lists, traced_block_mask
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
+from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.tiles import tiles_of
 from sagebwd.masks.trace_mask_mod import traced
-from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
 from tests.attention_case import outcome
 
 pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def drawn(name: str, sizes: int | tuple[int, int] = 128):
 @pytest.fixture
 def by_kernels(monkeypatch):
     """A CPU is a device whose masks kernels read."""
-    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+    monkeypatch.setattr(blocks, "by_kernels", lambda x: True)
 
 
 def pairs(mask: Mask) -> Tensor:
@@ -85,7 +85,7 @@ def assert_reads(block_mask, monkeypatch) -> None:
     """That all forms show what torch reads of a BlockMask."""
     expected = tiles_of(block_mask)
     words = [sm90_block_lists.words_of(expected.elements[:, None], by_key)[0] for by_key in (False, True)]
-    monkeypatch.setattr(masks, "by_kernels", lambda x: True)
+    monkeypatch.setattr(blocks, "by_kernels", lambda x: True)
     traced = TracedBlockMask.of(block_mask, expected.blocks.device)
     found = [traced.read(2, form) for form in (ELEMENTS, WORDS, WORDS_BY_KEY)]
     counted = traced.counted()

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from sagebwd import arguments, dispatch
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH, VARLEN
-from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, MARGIN, MASK, PACKED, PADDING, WINDOW
+from sagebwd.auto.model import DIRECTIONS, MARGIN
 from sagebwd.call import Ask
 from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
@@ -41,6 +42,7 @@ from sagebwd.cli.outputs import check_folder
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.results import environment, path_of, save
 from sagebwd.cli.timer import time_contenders
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 from sagebwd.reference.metrics import relative_l2
 from tools.auto_shapes import Call, attentions
@@ -239,7 +241,7 @@ def ms_by_package(call: Call, row: Row, card: str) -> float:
         _, of = arguments.packed_choice_of(*leaves, offsets, offsets, *lengths, is_causal=True, card=card)
     else:
         _, of = arguments.choice_of(*leaves, **attentions(call, leaves)[0].keywords, card=card)
-    times = dispatch.times_of(of.ask, card)
+    times = auto_choice.times_of(of.ask, card)
     if times is None:
         return row.ms_of(TORCH if of.size.by_torch else LOW)
     own = (times.head_dim, times.value_dim) == (call.head_dim, call.value_dim)
@@ -247,7 +249,7 @@ def ms_by_package(call: Call, row: Row, card: str) -> float:
     taken = {TORCH if name == VARLEN else name: ms for name, ms in full.items() if own or name not in PEERS}
     if low_ms is not None:
         taken[LOW] = (1 + MARGIN / 100) * low_ms
-    wrong = [*row.wrong, *(name for name in taken if dispatch.is_wrong(name, of.ask, of.size))]
+    wrong = [*row.wrong, *(name for name in taken if auto_choice.is_wrong(name, of.ask, of.size))]
     known = [name for name in taken if name in row.times and name not in wrong]
     return row.ms_of(min(known, key=taken.get))
 

@@ -26,13 +26,14 @@ from torch import Tensor
 from sagebwd import explain, explain_varlen, sage_attention
 from sagebwd.auto.contenders import TORCH
 from sagebwd.auto.fit import window_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
+from sagebwd.auto.model import FORWARD, TRAINING, widths_text
 from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.hardware import check_device
 from sagebwd.cli.measure import packed_attention, run_of, torch_mask
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.timer import time_interleaved
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 
 # A call of `auto` that is faster than this many times torch's speed has not lost: timings differ by as much.
@@ -41,7 +42,7 @@ LEAST = 0.97
 
 @dataclass(frozen=True)
 class Call:
-    """Of a kind of mask (`sagebwd.auto.model.KINDS`); packed sequences are ``batch`` of ``tokens`` each.
+    """Of a kind of mask (`sagebwd.masks.kinds`); packed sequences are ``batch`` of ``tokens`` each.
 
     kv_tokens: of keys, 0 for as many as queries. trains: forward and backward, else forward without gradients. left:
     keys before a query in its window, 0 for a quarter. lengths: of packed sequences that differ, else ().

@@ -30,11 +30,12 @@ from torch.nn.attention import SDPBackend
 from sagebwd import explain, explain_varlen, sage_attention, sage_attention_varlen
 from sagebwd.auto import peers
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FA3, FA4, FLASH, PEERS, TORCH
-from sagebwd.auto.model import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW, Size
+from sagebwd.auto.model import Size
 from sagebwd.auto.operands import over_zero
 from sagebwd.auto.torch_attention import BACKENDS
 from sagebwd.cli.contenders import by_backend
 from sagebwd.cli.hardware import check_device
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW
 
 BIAS = "bias"
 KINDS = FULL, CAUSAL, WINDOW, PADDING, MASK, BIAS, PACKED

@@ -3,10 +3,10 @@
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS] [UNTIL]` prints one JSON line a kernel; ARCH
 "hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
 too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
-`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ptx" no machine code is made, and a line has
-that text alone; with "forward" backward is left out. "loops" has instructions, `stall_cycles` and registers stored and
-loaded of each loop with products. It runs in a process of its own, as kernels of a process with TRITON_INTERPRET=1
-cannot be compiled; `serve` in place of arguments answers several.
+`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" or "ptx" no machine code is made, and a
+line has that text alone; with "forward" backward is left out. "loops" has instructions, `stall_cycles` and registers
+stored and loaded of each loop with products. It runs in a process of its own, as kernels of a process with
+TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from sagebwd.call import Call, Saved
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.sm90.operands.quantize_k import launch_quantize_k
 from sagebwd.recipe import Recipe
+from tests import torch_lists
 from tests.attention_case import AttentionCase
 
 # What a call may be beside one with a mask of `tests.masks.KINDS`.
@@ -217,8 +218,8 @@ class Unstarted:
 def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> list[dict]:
     """Every kernel that forward and backward launch, as sm_``arch`` would get it; "hopper": the Gluon ones.
 
-    Then those that the deterministic mode has instead. Where ``until`` is "ptx", names and texts alone; where it is
-    "forward", machine code of that direction.
+    Then those that the deterministic mode has instead. Where ``until`` is "ttgir" or "ptx", names and texts
+    alone; where it is "forward", machine code of that direction.
     """
     gluon, arch = arch == "hopper", 90 if arch == "hopper" else int(arch)
     found, known, deterministic = [], set(), False
@@ -229,8 +230,8 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
         if deterministic and key in known:
             return Unstarted()
         known.add(key)
-        if until == "ptx":
-            row = {"kernel": fn.__name__, "ptx": launch.text("ptx")}
+        if until in ("ttgir", "ptx"):
+            row = {"kernel": fn.__name__, until: launch.text(until)}
         else:
             row = describe(fn, launch.compiled())
         found.append(row | {"deterministic": deterministic})
@@ -238,10 +239,11 @@ def launches(arch: str, kernel_call: AttentionCase, until: str = "cubin") -> lis
 
     device.capability = lambda device: arch
     JITFunction.run = record
+    torch_lists.stand_in(setattr)
     impl, inputs = "triton/hopper" if gluon else "triton/triton", kernel_call.inputs()
     call = kernel_call.call(*inputs[:2])
     # a portable forward is in the table of machine code; of two head_dims it would have them filled up to one number
-    if gluon and (until == "ptx" or call.head_dim != call.value_dim):
+    if gluon and (until in ("ttgir", "ptx") or call.head_dim != call.value_dim):
         impl, saved = "hopper/hopper", left_of(call, inputs)
     else:
         saved = kernel_call.forward(impl, call, inputs)

@@ -27,8 +27,9 @@ from rich.table import Table
 from sagebwd.auto import model
 from sagebwd.auto.contenders import FA3, FA4, FLASH, LOW, PEERS
 from sagebwd.auto.fit import BOUND, fitted, size_of, times_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, PACKED, TRAINING, Times, widths_text
+from sagebwd.auto.model import FORWARD, TRAINING, Times, widths_text
 from sagebwd.environment import write_whole
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, PACKED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

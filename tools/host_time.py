@@ -39,9 +39,10 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
 from benchmarks.timer import from_rest
 from sagebwd import dispatch, read_block_mask, sage_attention
+from sagebwd.auto import choice as auto_choice
 from sagebwd.call import Call
 from sagebwd.cli.timer import time_interleaved
-from sagebwd.masks import mask as mask_module
+from sagebwd.kernels.masks import blocks
 from sagebwd.recipe import Recipe
 
 HOPPER = dispatch.named(Recipe.named("mixed"), "hopper/hopper")
@@ -133,8 +134,8 @@ def pretend() -> None:
 
     device.capability = lambda device: 90
     device.num_sms = lambda device: 132
-    mask_module.by_kernels = lambda x: True
-    dispatch.choose = lambda ask, size, *_: HOPPER
+    blocks.by_kernels = lambda x: True
+    auto_choice.choose = lambda ask, size, *_: HOPPER
 
 
 def inputs(device: str) -> list[torch.Tensor]:
@@ -186,7 +187,7 @@ def measure_masks(
     """Microseconds of `sage_attention` and of its backward by what masks it; without gradients too."""
     if device == "cpu":
         pretend()
-        dispatch.choose = lambda ask, size, *_: dispatch.named(Recipe.named(recipe), f"{impl}/{impl}")
+        auto_choice.choose = lambda ask, size, *_: dispatch.named(Recipe.named(recipe), f"{impl}/{impl}")
     *leaves, do = inputs(device)
     leaves = [x.requires_grad_() for x in leaves]
     tokens = torch.arange(TOKENS, device=device)
@@ -239,7 +240,7 @@ def measure_new_masks(rounds: int = 9, device: str = "cpu") -> dict[str, float]:
     """Microseconds of calls under a new mask and under the same again, to the device's end; the median of rounds."""
     if device == "cpu":
         pretend()
-        dispatch.choose = lambda ask, size, *_: dispatch.named(Recipe.named("token"), "triton/triton")
+        auto_choice.choose = lambda ask, size, *_: dispatch.named(Recipe.named("token"), "triton/triton")
     recipe, impl = ("token", "triton") if device == "cpu" else ("mixed", "hopper")
     found = {}
     for tokens in (2048,) if device == "cpu" else (2048, 16384):

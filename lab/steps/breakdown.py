@@ -1,7 +1,7 @@
 """Where a step's time goes, by PyTorch's profiler: attention's kernels, its passes, copies, all else, and nothing.
 
 Kernels are told by their names, this project's by the folder that they lie in: what a plan launches
-(`sagebwd.plan`) has no operator that it belongs to. What an operator of attention runs beside them, such as memory
+(`sagebwd.planning`) has no operator that it belongs to. What an operator of attention runs beside them, such as memory
 that is cleared, counts as a pass. Copies and casts are those of the whole step, weights' casts under autocast too:
 what attention adds to them is the difference between two attentions. A fused choice has norm and rotary embedding in
 attention's passes, or where they are composed among its kernels; of others they are the model's own. On a CPU, where

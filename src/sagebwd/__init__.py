@@ -11,11 +11,11 @@ with warnings.catch_warnings():
     # without NumPy, which sagebwd does not use, some versions of torch say so where their tracing is first imported
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from sagebwd.attention import sage_attention, sage_attention_varlen
-    from sagebwd.auto.counts import summary
-    from sagebwd.auto.explain import explain, explain_varlen
+    from sagebwd.counts import summary
+    from sagebwd.explain import explain, explain_varlen
     from sagebwd.integrations.sdpa import install_sdpa, replace_sdpa, uninstall_sdpa
-    from sagebwd.masks.argument import read_block_mask, read_mask
     from sagebwd.norm_rope import qk_norm_rope, qk_norm_rope_attention
+    from sagebwd.planning.mask_argument import read_block_mask, read_mask
     from sagebwd.recipe import RECIPES, Recipe
     from sagebwd.switches import switches
     from sagebwd.version import __version__

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, switches
+from sagebwd import checks, switches
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import torch_attention
-from sagebwd.auto.model import FULL, MASK, PACKED, PADDING, WINDOW, Size
+from sagebwd.auto.model import Size
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask, Call
 from sagebwd.dispatch import Choice
-from sagebwd.masks import argument as mask_argument
+from sagebwd.masks.kinds import FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.masks.mask import Mask
+from sagebwd.planning import mask_argument
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def choice_of(
 ) -> tuple[Choice, Arguments]:  # fmt: skip
     """Who runs a call of `sage_attention`, whose arguments these are, and what decides it; raises as that.
 
-    card: as of `sagebwd.dispatch.choose`, in place of that of the tensors.
+    card: as of `sagebwd.auto.choice.choose`, in place of that of the tensors.
     """
     checks.kind(query, key, value, sinks)
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
@@ -87,10 +89,10 @@ class Arguments(NamedTuple):
     def choice(self, card: str | None = None) -> Choice:
         """Who runs the call by a plan: peers and backends too, unless gradients have to repeat, as theirs need not.
 
-        card: as of `sagebwd.dispatch.choose`.
+        card: as of `sagebwd.auto.choice.choose`.
         """
         planned = not torch.are_deterministic_algorithms_enabled()
-        return dispatch.choose(self.ask, self.size, card, planned)
+        return auto_choice.choose(self.ask, self.size, card, planned)
 
     def call(self, recipe: Recipe) -> Call:
         """As kernels are given it."""
@@ -183,9 +185,9 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 
 def ask_of(query: Tensor, value: Tensor, recipe: str | Recipe, impl: str | None, kind: str = FULL) -> Ask:
-    """What `sagebwd.dispatch.choose` is asked for a call on tensors, or on what has their shape, dtype and device.
+    """What `sagebwd.auto.choice.choose` is asked for a call on tensors, or on what has their shape, dtype and device.
 
-    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.auto.model.KINDS`).
+    recipe, impl: as the public functions take them. kind: of mask (`sagebwd.masks.kinds`).
     """
     dims = operator.index(query.shape[-1]), operator.index(value.shape[-1])
     return Ask(_switched(recipe), *dims, query.dtype, query.device, kind, impl)

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch, ops, switches
-from sagebwd import plan as plans
+from sagebwd import sinks as epilogue
 from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import torch_attention
-from sagebwd.auto.contenders import CUDNN, PEERS
-from sagebwd.auto.counts import answer, counts, handed_over
+from sagebwd.auto.contenders import CUDNN, PEERS, handed_over
 from sagebwd.cache import PLANS
-from sagebwd.masks import argument as mask_argument
+from sagebwd.counts import answer, counts
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks.mask import Mask
-from sagebwd.masks.traced_block_mask import TracedBlockMask
+from sagebwd.planning import mask_argument
+from sagebwd.planning.autograd import SageAttention
+from sagebwd.planning.plan import Plan, SdpaCall
+from sagebwd.planning.specification import kind_of, laid_out, spec_of
 from sagebwd.recipe import AUTO, Recipe
-from sagebwd.reference import sinks as epilogue
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -101,12 +105,12 @@ def sage_attention(
     settings = is_causal, scale, impl, return_lse, dropout_p, enable_gqa
     mask = None if block_mask is None else mask_argument.given(block_mask, query)
     given = query, key, value, attn_mask, None, None, sinks
-    kind = None if block_mask is not None and mask is None else plans.kind_of(given, mask, recipe, window, settings)
+    kind = None if block_mask is not None and mask is None else kind_of(given, mask, recipe, window, settings)
     plan = PLANS.get(kind) if kind is not None and recipe == AUTO else None
     if plan is not None:  # in full precision, however q, k and v lie
         counts[plan.answer] += 1
         return plan.run(query, key, value, attn_mask)
-    spec = plans.laid_out(kind, given)
+    spec = laid_out(kind, given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, mask, return_lse)
@@ -128,8 +132,8 @@ def sage_attention(
     mask_argument.check(block_mask, checked.query, checked.key)
     if block_mask is not None and mask is None:  # a BlockMask that is read now
         mask = mask_argument.read_now(block_mask)
-        kind = plans.kind_of(given, mask, recipe, window, settings)
-        spec = plans.laid_out(kind, given)
+        kind = kind_of(given, mask, recipe, window, settings)
+        spec = laid_out(kind, given)
         plan = None if spec is None else PLANS.get(spec)
     plan = plan or _planned(kind, spec, checked, sinks)
     if plan is None:
@@ -177,7 +181,7 @@ def sage_attention_varlen(
         query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths = max_seqlen_q, max_seqlen_k
-    spec = plans.spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, *lengths)
+    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, return_lse, *lengths)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return _run(plan, given, None, return_lse)
@@ -193,7 +197,7 @@ def sage_attention_varlen(
 
 def _planned(
     kind: Hashable | None, spec: Hashable | None, checked: Arguments, sinks: Tensor | None
-) -> plans.Plan | plans.SdpaCall | None:
+) -> Plan | SdpaCall | None:
     """The plan of a call, kept: in full precision a dense call's for its kind, another for its specification.
 
     None without either.
@@ -211,7 +215,7 @@ def _planned(
         if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
             padding, elements = elements[:, 0, 0].expand(k.shape[0], k.shape[2]), None
         call = checked.call(choice.recipe)
-        plan = plans.Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
+        plan = Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
     else:
         instead = _by_kernels(checked) if contender in PEERS and not _is_torchs(checked) else None
         if packed:
@@ -221,14 +225,14 @@ def _planned(
             run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
         tensors = q, k, v, elements, *checked.offsets
         of_inference = torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in tensors)
-        plan = plans.SdpaCall(contender, run, saves_copies=of_inference)
+        plan = SdpaCall(contender, run, saves_copies=of_inference)
     PLANS.put(key, plan)
     return plan
 
 
 def _is_torchs(checked: Arguments) -> bool:
     """Whether torch may run what a peer refuses: it has the mask, and its pick gets gradients right."""
-    return checked.size.by_torch and not dispatch.is_wrong(CUDNN, checked.ask, checked.size)
+    return checked.size.by_torch and not auto_choice.is_wrong(CUDNN, checked.ask, checked.size)
 
 
 def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
@@ -246,7 +250,7 @@ def _by_kernels(checked: Arguments) -> Callable[..., Tensor]:
 
 
 def _run(
-    plan: plans.Plan | plans.SdpaCall,
+    plan: Plan | SdpaCall,
     given: tuple[Tensor | None, ...],
     mask: Mask | TracedBlockMask | None,
     return_lse: bool,
@@ -254,7 +258,7 @@ def _run(
     """The outputs of a call by its plan."""
     counts[plan.answer] += 1
     q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k, sinks = given
-    if plan.__class__ is plans.SdpaCall:
+    if plan.__class__ is SdpaCall:
         return plan.run(q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k)
     trains = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -262,12 +266,12 @@ def _run(
     key_mask, mask = plan.masks_of(attn_mask, mask, q, k, trains=trains)
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
-        outputs = plans.SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks)
+        outputs = SageAttention.apply(plan, mask, return_lse, q, k, v, sinks, *masks)
         if not return_lse:
             return outputs
         o, lse, workspace = outputs
     else:
-        with plans.device_of(q):
+        with device_of(q):
             o, lse, workspace = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k)
     if not return_lse:
         return o
@@ -281,12 +285,12 @@ def _by_operators(
     """The outputs of a call that somebody may look at or change: by operators, or by torch, which then picks."""
     q, k, v, ask = checked.query, checked.key, checked.value, checked.ask
     if torch.compiler.is_compiling():  # the operators choose: what is asked of a device cannot be traced
-        contender = dispatch.contender_of(ask, checked.size, None, False)
+        contender = auto_choice.contender_of(ask, checked.size, None, False)
         if contender is None:
             dispatch.check_traced(ask.impl, ask.device, ask.dtype)
         chosen = str(ask.recipe), ask.impl or dispatch.FASTEST
     else:
-        choice = dispatch.choose(ask, checked.size, None, False)
+        choice = auto_choice.choose(ask, checked.size, None, False)
         contender, chosen = choice.contender, (str(choice.recipe), choice.name)
         counts[answer(*chosen) if contender is None else handed_over(contender)] += 1
     packed = checked.offsets[0] is not None

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.auto.model import FULL
 from sagebwd.masks.band import Band
+from sagebwd.masks.kinds import FULL
 from sagebwd.masks.mask import Mask
+from sagebwd.numerics import rotation_sizes
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
-from sagebwd.reference.rotation import sizes
 
 if TYPE_CHECKING:
-    from sagebwd.masks.lists import Lists
-    from sagebwd.masks.sm90_block_lists import BlockLists
+    from sagebwd.kernels.capabilities import Row
+    from sagebwd.kernels.masks.lists import Lists
+    from sagebwd.kernels.masks.sm90_block_lists import BlockLists
 
 
 class Packing(NamedTuple):
@@ -100,7 +101,7 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. kind: of mask (`sagebwd.auto.model.KINDS`). impl: as the public functions take it; None is
+    recipe: "auto" too. kind: of mask (`sagebwd.masks.kinds`). impl: as the public functions take it; None is
     the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
     alone computes, or None.
     """
@@ -187,8 +188,8 @@ class Call(NamedTuple):
         queries, keys = Packing.of(q, cu_seqlens_q, max_seqlen_q), Packing.of(k, cu_seqlens_k, max_seqlen_k)
         return cls(
             recipe, scale, q.dtype, q.device, *dims, queries, keys, key_mask, is_causal, window_left,
-            window_right, deterministic, mask, rotation=sizes(dims[0]) if recipe.rotate else (),
-            value_rotation=sizes(dims[1]) if recipe.rotate and recipe.dp == INT8 else (),
+            window_right, deterministic, mask, rotation=rotation_sizes(dims[0]) if recipe.rotate else (),
+            value_rotation=rotation_sizes(dims[1]) if recipe.rotate and recipe.dp == INT8 else (),
         )  # fmt: skip
 
     @property
@@ -235,7 +236,7 @@ class Saved(NamedTuple):
     the kernels are (`sagebwd.kernels.capabilities`), with one FP32 scale a token, shaped as lse. Where a gradient
     product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse. Where the call has
     a norm of its own, 1 / rms of the rows of q and k, FP32, shaped as lse. Where it has sinks, their ``weight`` beside
-    each query's keys (`sagebwd.reference.sinks`), shaped as lse.
+    each query's keys (`sagebwd.sinks`), shaped as lse.
     """
 
     o: Tensor
@@ -280,7 +281,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def keeps_inputs(recipe: Recipe, backward: str) -> tuple[bool, bool]:
-    """Whether the backward of an implementation reads q and k: for a 16-bit product."""
-    always = backward == "reference" or recipe.s == SIXTEEN_BIT
+def keeps_inputs(recipe: Recipe, backward: Row) -> tuple[bool, bool]:
+    """Whether a family's backward reads q and k: for a 16-bit product."""
+    always = backward.in_torch or recipe.s == SIXTEEN_BIT
     return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT

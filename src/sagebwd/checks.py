@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.kernels import capabilities
 from sagebwd.masks.band import FARTHEST
+from sagebwd.tracing import assume_constant
 
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in capabilities.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"

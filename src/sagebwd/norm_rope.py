@@ -12,10 +12,11 @@ from sagebwd import checks, norm_rope_ops, norm_rope_plan
 from sagebwd.arguments import autocast_dtype
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.call import Prologue
+from sagebwd.derivatives import savable
 from sagebwd.dispatch import check_known
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
-from sagebwd.plan import savable
-from sagebwd.reference.norm_rope import HALF, INTERLEAVED, ROPES, norm_rope
+from sagebwd.kernels.families import REFERENCE
+from sagebwd.norm_rope_composed import HALF, INTERLEAVED, ROPES, norm_rope
 
 _LAYOUTS = "(batch, heads, tokens, head_dim), or packed (total_tokens, heads, head_dim)"
 
@@ -172,7 +173,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def _runs_kernels(query: Tensor, key: Tensor, impl: str | None) -> bool:
-    if impl == "reference" or (impl is None and not query.is_cuda):
+    if impl == REFERENCE.name or (impl is None and not query.is_cuda):
         return False
     if torch.float64 in (query.dtype, key.dtype) or query.shape[-1] > MAX_HEAD_DIM:
         return False

@@ -1,6 +1,6 @@
 """The operators of attention with a prologue, as torch.compile and modes of torch see them: schema, shapes, autograd.
 
-``sagebwd::qk_norm_rope_attention`` and its backward run plans of `sagebwd.plan` whose call has norm and rotary
+``sagebwd::qk_norm_rope_attention`` and its backward run plans (`sagebwd.planning`) whose call has norm and rotary
 embedding of Q and K within (`sagebwd.call.Prologue`); `sagebwd.norm_rope_plan` says which calls they are for. Beside O
 they give what `sagebwd.ops` gives, and keep as much as the same call does outside of torch.compile.
 """
@@ -13,8 +13,10 @@ from torch import Tensor
 from sagebwd import checks, dispatch
 from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Call, Prologue, empty_gradients, empty_like_rows
+from sagebwd.derivatives import once_differentiable, savable
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.ops import LIBRARY, differentiable, operator, outputs_like, parsed
-from sagebwd.plan import Plan, device_of, once_differentiable, savable
+from sagebwd.planning.plan import Plan
 
 
 @operator

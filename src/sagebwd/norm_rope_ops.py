@@ -1,7 +1,7 @@
 """The operator of `sagebwd.kernels.norm_rope`, as torch.compile sees it: schema, shapes, autograd.
 
 ``sagebwd::qk_norm_rope`` and its backward run Triton's kernels; `sagebwd.norm_rope` has the arguments, and composes
-`sagebwd.reference.norm_rope` where it asks for no kernels.
+`sagebwd.norm_rope_composed` where it asks for no kernels.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.call import empty_like_rows
+from sagebwd.derivatives import once_differentiable, savable
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.ops import LIBRARY, differentiable, operator
-from sagebwd.plan import device_of, once_differentiable, savable
 
 
 @cache

@@ -17,15 +17,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sagebwd import checks, dispatch, norm_rope_attention_ops, switches
-from sagebwd import plan as plans
 from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
-from sagebwd.auto import flops
-from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.counts import answer, counts
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Prologue, keeps_inputs
+from sagebwd.counts import answer, counts
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
+from sagebwd.kernels.runtime.device import device_of
+from sagebwd.planning import flops
+from sagebwd.planning.autograd import SageAttention
+from sagebwd.planning.plan import Plan
+from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import assume_constant
 
 LENGTHS = "max_seqlen_q", "max_seqlen_k"
 OFFSETS = "cu_seqlens_q", "cu_seqlens_k"
@@ -57,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     # who runs a call of "auto" depends on whether it trains, be it the weights alone
     settings = *(given.get(name) for name in SETTINGS), *prologue[:2], trains and given["recipe"] == AUTO, _COMPOSED
     tensors = q, k, v, None, cu_seqlens_q, cu_seqlens_k, None, *prologue[2:]
-    spec = plans.spec_of(tensors, None, given["recipe"], given["window"], *settings)
+    spec = spec_of(tensors, None, given["recipe"], given["window"], *settings)
     if spec is None:
         return None
     plan = PLANS.get(spec)
@@ -69,8 +73,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[
     counts[plan.answer] += 1
     masks = None, cu_seqlens_q, cu_seqlens_k
     if trains:
-        return plans.SageAttention.apply(plan, None, False, q, k, v, None, *masks, *prologue)
-    with plans.device_of(q):
+        return SageAttention.apply(plan, None, False, q, k, v, None, *masks, *prologue)
+    with device_of(q):
         return plan.forward(q, k, v, None, None, *masks, prologue)[0]
 
 
@@ -109,13 +113,13 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], trains: boo
 
 def _plan_of(
     q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, given: dict[str, Any], trains: bool
-) -> plans.Plan | str:  # fmt: skip
+) -> Plan | str:  # fmt: skip
     """The plan, or `_COMPOSED` where no family takes the prologue. Raises as `sage_attention`."""
     checked = _checked(q, k, v, given, trains)
     choice = checked.choice()
     if choice.contender is not None or not takes_prologue(choice, q.shape[-1], v.shape[-1]):
         return _COMPOSED
-    return plans.Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
+    return Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
 
 
 def _is_watched() -> bool:
@@ -136,7 +140,7 @@ def _by_operator(
     if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
     checked = _checked(q, k, v, given, trains)
-    if dispatch.contender_of(checked.ask, checked.size, None, False) is not None:
+    if auto_choice.contender_of(checked.ask, checked.size, None, False) is not None:
         return None
     recipe, *asked = checked.ask
     chosen = _fused(str(recipe), *asked)
@@ -175,7 +179,8 @@ def takes_prologue(choice: dispatch.Choice, head_dim: int, value_dim: int) -> bo
     dims = head_dim, value_dim
     return (
         nvrtc.unavailable() is None
-        and choice.forward.impl == choice.backward.impl == "hopper"
+        and choice.forward.takes_prologue
+        and choice.backward.takes_prologue
         and choice.forms(*dims) == (dims, dims)
-        and keeps_inputs(choice.recipe, choice.backward.impl) == (False, False)
+        and keeps_inputs(choice.recipe, choice.backward) == (False, False)
     )

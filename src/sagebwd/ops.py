@@ -3,10 +3,10 @@
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
 chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast
 is off inside: the reference's own products must not be rounded. What forward leaves beside O and lse lies in one
-tensor of bytes, the workspace of the call's plan (`sagebwd.plan`). mask, mask_tiles and mask_blocks are elements,
-tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k themselves
-are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
-(`sagebwd.reference.sinks`).
+tensor of bytes, the workspace of the call's plan (`sagebwd.planning.workspace`). mask, mask_tiles and mask_blocks are
+elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k
+themselves are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
+(`sagebwd.sinks`).
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -21,13 +21,18 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks, dispatch
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Ask, Call, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.derivatives import once_differentiable, savable
 from sagebwd.dispatch import Choice
-from sagebwd.masks.mask import BLOCK, Mask, blocks_of
+from sagebwd.kernels.families import REFERENCE
+from sagebwd.kernels.masks.blocks import blocks_of
+from sagebwd.kernels.runtime.device import device_of
+from sagebwd.masks.kinds import FULL, MASK
+from sagebwd.masks.mask import BLOCK, Mask
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.plan import Plan, device_of, once_differentiable, pieces_of, savable
+from sagebwd.planning.plan import Plan
+from sagebwd.planning.workspace import pieces_of
 from sagebwd.recipe import AUTO, Recipe
 
 LIBRARY = torch.library.Library("sagebwd", "DEF")
@@ -60,7 +65,7 @@ def _chosen_in_a_trace(recipe: str, impl: str, dims: tuple[int, int], x: Tensor,
     try:
         return _chosen(recipe, impl, dims, x, mask)
     except NotImplementedError:
-        reference = dispatch.SEPARATOR.join(["reference"] * 2)
+        reference = dispatch.SEPARATOR.join([REFERENCE.name] * 2)
         return dispatch.named(parsed("token" if recipe == AUTO else recipe), reference)
 
 
@@ -144,7 +149,7 @@ def outputs_like(
     choice: Choice, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, *, sinks: bool = False,
     norm: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """O, lse and the workspace of a forward, of their shapes alone; sinks, norm: as of `sagebwd.plan.pieces_of`."""
+    """O, lse and the workspace of a forward, of their shapes alone; sinks, norm: as of `pieces_of`."""
     packed = cu_seqlens_k is not None
     sequences = cu_seqlens_k.shape[0] - 1 if packed else None
     _, size = pieces_of(choice, (q.shape[-1], v.shape[-1]), q, k, sequences, sinks, norm)
@@ -254,7 +259,7 @@ class _Attention(torch.autograd.Function):
         ctx.settings = q.shape[-1], *settings
         recipe, impl, _ = settings[-3:]
         choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, masks[1])
-        keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward.impl)
+        keep_q, keep_k = keeps_inputs(choice.recipe, choice.backward)
         inputs = q if keep_q else None, k if keep_k else None, v
         ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, (sinks, *masks)))
         return o, lse, workspace

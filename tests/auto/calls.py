@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from sagebwd.auto.contenders import TORCH
-from sagebwd.auto.model import CAUSAL, FORWARD, Cost, Times
+from sagebwd.auto.model import FORWARD, Cost, Times
 from sagebwd.call import Ask
+from sagebwd.masks.kinds import CAUSAL
 
 ASK = Ask("auto", 128, 128, torch.bfloat16, torch.device("cuda", 0), CAUSAL)
 # Microseconds of torch in `times`: for each row 1 ns, for each pair 2 ps, beside nothing.

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from sagebwd import dispatch
-from sagebwd.auto import agreement, model
-from sagebwd.auto.model import CAUSAL, FORWARD, Size
+from sagebwd.auto import agreement, timings
+from sagebwd.auto import choice as auto_choice
+from sagebwd.auto.model import FORWARD, Size
 from sagebwd.cli import timings as command
+from sagebwd.masks.kinds import CAUSAL
 from tests.auto.calls import ASK
 from tests.lab.training.runs import begin, finish
 
@@ -35,8 +37,8 @@ def warned_in_a_call() -> list[str]:
     """What a call of "auto" on a GPU that is not there warns of; a trace asks by the same function."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dispatch.contender_of(ASK, Size(4096, 4096, 16, 16))
-        dispatch.check_agreement(ASK.device)  # as a call that has a plan already
+        auto_choice.contender_of(ASK, Size(4096, 4096, 16, 16))
+        auto_choice.check_agreement(ASK.device)  # as a call that has a plan already
     return [str(warning.message) for warning in caught]
 
 
@@ -45,13 +47,13 @@ def worker(folder: Path, differ: bool) -> None:
 
     Between them rank 1 has a group of its own: it has asked once more than rank 0 when they are compared again.
     """
-    dispatch.card_of = lambda device: CARD
+    auto_choice.card_of = lambda device: CARD
     dispatch.arch_of = lambda device: 90
-    dispatch._missing = lambda row: None
+    dispatch.missing = lambda row: None
     rank = int(os.environ["RANK"])
     os.environ["SAGEBWD_CACHE_DIR"] = str(folder / str(rank))
     if differ and rank:
-        path = model.kept_at(CARD, torch.__version__)
+        path = timings.kept_at(CARD, torch.__version__)
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"rows": [ROW]}), encoding="utf-8")
     heard = []
@@ -90,9 +92,9 @@ def test_a_measured_table_on_one_host_is_warned_of_in_each_group(tmp_path, diffe
 
 def unmet_rank(folder: Path) -> None:
     """Rank 0 alone calls: pipelines have stages without attention."""
-    dispatch.card_of = lambda device: CARD
+    auto_choice.card_of = lambda device: CARD
     dispatch.arch_of = lambda device: 90
-    dispatch._missing = lambda row: None
+    dispatch.missing = lambda row: None
     dist.init_process_group("gloo")
     if not dist.get_rank():
         begun = time.monotonic()
@@ -144,7 +146,7 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(measured, alone, monkeyp
 
 def test_what_was_compared_is_logged(measured, alone, caplog):
     store = dist.distributed_c10d._get_default_store()
-    other = {"rank": "1", "host": "there", "facts": dispatch.facts_of(ASK.device)}
+    other = {"rank": "1", "host": "there", "facts": auto_choice.facts_of(ASK.device)}
     store.set(agreement.KEY.format(1), json.dumps(other))
     with caplog.at_level(logging.INFO, "sagebwd"):
         assert warned_in_a_call() == []
@@ -154,14 +156,14 @@ def test_what_was_compared_is_logged(measured, alone, caplog):
 
 def test_of_cards_of_mma_sync_whether_its_kernels_compile_is_a_fact(measured, monkeypatch):
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
-    there = dispatch.facts_of(ASK.device)
-    monkeypatch.setattr(dispatch, "_missing", lambda row: "NVRTC is not found")
-    absent = dispatch.facts_of(ASK.device)
+    there = auto_choice.facts_of(ASK.device)
+    monkeypatch.setattr(dispatch, "missing", lambda row: "NVRTC is not found")
+    absent = auto_choice.facts_of(ASK.device)
     assert {name for name in there if there[name] != absent[name]} == {"NVRTC"}
 
 
 def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkeypatch):
-    facts = dispatch.facts_of(ASK.device)
+    facts = auto_choice.facts_of(ASK.device)
     assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "peers", "switches"}
     digests = {agreement.digest(facts | {name: "other"}) for name in facts} | {agreement.digest(facts)}
     assert len(digests) == len(facts) + 1

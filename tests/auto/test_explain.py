@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import sagebwd
-from sagebwd import arguments, dispatch, sage_attention, switches
-from sagebwd.auto import agreement, counts, model
+from sagebwd import arguments, counts, dispatch, sage_attention, switches
+from sagebwd.auto import agreement, model
+from sagebwd.auto import choice as auto_choice
 from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
@@ -20,7 +21,7 @@ def test_explain_says_who_runs_and_what_the_other_would_take(measured, monkeypat
 
     def why(known=None, **options):
         measured[:] = () if known is None else (known,)
-        dispatch.times_of.cache_clear()
+        auto_choice.times_of.cache_clear()
         return sagebwd.explain(q, q, q, **options)
 
     assert "nobody has timed low precision on a card with torch" in why(is_causal=True).why
@@ -60,7 +61,7 @@ def test_on_a_card_of_mma_sync_the_recipe_follows_from_the_width(measured, monke
     assert "token(dp=int8) takes about 0.2" in found.why
     assert sagebwd.explain(portable, portable, portable, is_causal=True)[:3] == ("token", "mma_sync", "triton")
     measured[:] = [own_timed]
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     found = sagebwd.explain(own, own, own, is_causal=True)
     assert found[:2] == ("full", "torch")
     assert "token was not timed on these kernels" in found.why
@@ -73,13 +74,13 @@ def test_two_hosts_compare_a_digest_by_hand(measured, monkeypatch):
     q = torch.empty(2, 8, 4096, 128, dtype=torch.bfloat16)
     measured[:] = [times(FASTER)]
     found = sagebwd.explain(q, q, q, is_causal=True)
-    assert found.digest == agreement.digest(dispatch.facts_of(ASK.device))
+    assert found.digest == agreement.digest(auto_choice.facts_of(ASK.device))
     assert (
         str(found).splitlines()[1] == f"auto: digest {found.digest}, the same on two machines where it chooses alike"
     )
     assert sagebwd.explain(q, q, q).digest == found.digest, "not of the call"
     measured[:] = [times(SLOWER)]
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert sagebwd.explain(q, q, q, is_causal=True).digest != found.digest, "another coefficient"
     assert sagebwd.explain(q, q, q, recipe="full").digest is None
     monkeypatch.setattr(arguments, "ask_of", decided)
@@ -121,7 +122,7 @@ def test_a_card_that_is_not_here_may_have_peers(monkeypatch):
 
     def why(**more):
         known["a card"] = (times(FASTER, **more),)
-        dispatch.times_of.cache_clear()
+        auto_choice.times_of.cache_clear()
         found = sagebwd.explain(q, q, q, is_causal=True, device="a card")
         assert found[:2] == ("mixed", "hopper")
         return found.why
@@ -130,7 +131,7 @@ def test_a_card_that_is_not_here_may_have_peers(monkeypatch):
     assert "; FlashAttention-4 runs it where it is installed; FlashAttention-3 runs it where it is installed" in both
     assert why(fa4=(0, 0, 0.1, 0.1), fa3=(0, 0, 0.1, 0.2)).endswith("; FlashAttention-4 runs it where it is installed")
     assert why(fa4=(0, 0, 4, 4)).endswith("FlashAttention-4 1.08, by some timings")
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
 
 
 def test_explain_on_a_cpu_runs_nothing(monkeypatch):

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from sagebwd.auto.fit import ENOUGH, fitted, size_of
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, MASK, PADDING, TRAINING, WINDOW, Cost
+from sagebwd.auto.model import FORWARD, TRAINING, Cost
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PADDING, WINDOW
 
 LOW, TORCH = Cost.of(50, 20, 0.3, 0.6), Cost.of(20, 0, 0.1, 0.9)
 SHAPES = [(b, h, n) for b, h, n in itertools.product((1, 4), (8, 16), (256, 1024, 8192))]

@@ -13,22 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import sagebwd
 from sagebwd import arguments, dispatch
-from sagebwd.auto import explain, model
-from sagebwd.auto.model import (
-    CAUSAL,
-    DIRECTIONS,
-    FORWARD,
-    FULL,
-    KINDS,
-    MARGIN,
-    MASK,
-    PACKED,
-    TRAINING,
-    WINDOW,
-    Cost,
-    Size,
-)
+from sagebwd.auto import choice as auto_choice
+from sagebwd.auto import model, timings
+from sagebwd.auto.model import DIRECTIONS, FORWARD, MARGIN, TRAINING, Cost, Size
+from sagebwd.explain import explained
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, WINDOW
 from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 from tools import fit_auto
 
@@ -46,7 +36,7 @@ def ms(known, of):
 
 
 def runs(ask=ASK, of=None):
-    return dispatch.choose(ask, of or size(2048)).name
+    return auto_choice.choose(ask, of or size(2048)).name
 
 
 def test_what_takes_less_by_the_margin_runs(measured):
@@ -58,9 +48,9 @@ def test_what_takes_less_by_the_margin_runs(measured):
     assert full > low
     assert {runs(of=size(n)) for n in (shortest + 128, 1 << 17)} == {"hopper/hopper"}
     assert runs(ASK._replace(training=True), size(16)) == "hopper/hopper"
-    assert dispatch.choose(ASK, size(3072)) is dispatch.handed_to("torch")
-    assert str(dispatch.handed_to("torch").recipe) == "full"
-    assert dispatch.handed_to("torch").impl == "torch"
+    assert auto_choice.choose(ASK, size(3072)) is auto_choice.handed_to("torch")
+    assert str(auto_choice.handed_to("torch").recipe) == "full"
+    assert auto_choice.handed_to("torch").impl == "torch"
 
 
 def test_small_calls_wait_for_the_host_and_the_launches(measured):
@@ -69,13 +59,13 @@ def test_small_calls_wait_for_the_host_and_the_launches(measured):
     small, larger = size(4224, heads=4), size(4224, heads=8)  # whole waves of tiles
     assert ms(measured[0], small) == pytest.approx((0.1, 8 * pairs + 4 * rows), rel=1e-3)
     measured[0] = times((140, 30, 0, 1))
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert ms(measured[0], small)[0] == pytest.approx(0.14)
     assert runs(of=small) == "torch/torch"
     assert ms(measured[0], larger) == pytest.approx((0.14, 16 * pairs + 8 * rows), rel=1e-3)
     assert runs(of=larger) == "hopper/hopper"
     measured[0] = times((140, 140, 0, 1))
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert ms(measured[0], larger) == pytest.approx((0.14 + 8 * pairs, 16 * pairs + 8 * rows), rel=1e-3)
     assert runs(of=larger) == "torch/torch"
 
@@ -196,14 +186,14 @@ def test_a_mask_under_which_cudnn_gets_gradients_wrong_is_anothers(of, change, r
     )  # fmt: skip
     measured.append(one)
     of = of._replace(width=64)
-    choice = dispatch.choose(ask, of)
+    choice = auto_choice.choose(ask, of)
     assert choice.contender == ran
-    why = explain.explained(choice, ask, of, "auto", "NVIDIA H200").why
+    why = explained(choice, ask, of, "auto", "NVIDIA H200").why
     assert ("; torch's cuDNN may give NaN in gradients under a mask of 704 keys" in why) == (ran != "cudnn")
     picked = "torch" if ran == "cudnn" else None
-    assert dispatch.choose(ask, of, planned=False).contender == picked, "as of a compiled call"
+    assert auto_choice.choose(ask, of, planned=False).contender == picked, "as of a compiled call"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert dispatch.choose(ask, of, planned=False).contender == "torch", "which then runs no cuDNN"
+    assert auto_choice.choose(ask, of, planned=False).contender == "torch", "which then runs no cuDNN"
 
 
 @pytest.mark.parametrize("counts", [((3, 0, 0, 0),) * 2, ((100, 200), (1, 0)), ((1, 0), (100, 200))])
@@ -227,7 +217,7 @@ def test_a_call_has_the_size_of_its_tensors():
 def test_what_was_not_timed_is_torchs(measured):
     assert runs(of=size(1 << 20)) == "torch/torch"
     measured += [times(SLOWER), times(FASTER, kind=WINDOW), times(FASTER, dims=(256, 256))]
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert runs(of=size(1 << 20)) == "torch/torch"
     assert runs(ASK._replace(kind=FULL)) == "torch/torch"
     assert runs(ASK._replace(kind=WINDOW)) == "hopper/hopper"
@@ -245,7 +235,7 @@ def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
         64: "hopper/hopper", 72: "torch/torch", 80: "torch/torch", 88: "torch/torch", 96: "hopper/hopper",
     }  # fmt: skip
     measured[0] = times(FASTER, dims=(80, 80))
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     found = {d: runs(ASK._replace(head_dim=d, value_dim=d)) for d in (72, 88)}
     assert found == {72: "torch/torch", 88: "hopper/hopper"}
 
@@ -261,16 +251,16 @@ def test_a_width_that_the_kernels_lack_was_not_timed_on_them(measured, monkeypat
 def test_what_was_timed_on_other_kernels_does_not_count(measured, monkeypatch):
     measured += [times(FASTER), times(FASTER, kind=MASK)]
     assert runs(ASK._replace(kind=MASK)) == "hopper/hopper"
-    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert runs() == "torch/torch"
 
 
 def test_what_was_named_is_never_handed_over(measured):
     for change in ({"recipe": sagebwd.Recipe.named("mixed")}, {"impl": "hopper"}, {"impl": dispatch.FASTEST}):
         assert runs(ASK._replace(**change), size(16)) == "hopper/hopper"
-    assert dispatch.choose(ASK, None).name == "hopper/hopper"
+    assert auto_choice.choose(ASK, None).name == "hopper/hopper"
     with pytest.raises(TypeError, match="dtype float32"):
         runs(ASK._replace(dtype=torch.float32), size(16))
     for change in ({"recipe": sagebwd.Recipe.named("token")}, {"impl": "reference"}):
@@ -295,8 +285,8 @@ def test_the_model_of_this_project():
             assert min(one.low) >= 0
             assert one.direction in DIRECTIONS
             assert one.low.host > 0
-    assert model.of_card("NVIDIA A100-SXM4-80GB", "0") == ()
-    assert model.of_card("NVIDIA H200", "0") == found["NVIDIA H200"]
+    assert timings.of_card("NVIDIA A100-SXM4-80GB", "0") == ()
+    assert timings.of_card("NVIDIA H200", "0") == found["NVIDIA H200"]
 
 
 def test_the_model_is_what_its_files_say():
@@ -309,9 +299,9 @@ def test_between_timed_sizes_the_faster_one_runs():
     for card in model.of_this_project():
         for training in (False, True):
             ask = ASK._replace(head_dim=80, value_dim=80, training=training)
-            low, full = dispatch.times_of(ask, card).ms(of)
+            low, full = auto_choice.times_of(ask, card).ms(of)
             assert full["cudnn"] > 1.1 * low
-            assert dispatch.choose(ask, of, card).name == "hopper/hopper"
+            assert auto_choice.choose(ask, of, card).name == "hopper/hopper"
 
 
 @pytest.mark.parametrize(("torch_version", "newer"), [("2.11.1", False), ("2.12.0+cpu", True), ("2.9", False)])
@@ -330,16 +320,16 @@ ROW = {
 def kept(monkeypatch, tmp_path):
     """The file of what was measured on this machine."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
-    path = model.kept_at(CARD, "0")
+    path = timings.kept_at(CARD, "0")
     path.parent.mkdir()
-    model.of_card.cache_clear()
+    timings.of_card.cache_clear()
     yield path
-    model.of_card.cache_clear()
+    timings.of_card.cache_clear()
 
 
 def test_what_was_measured_here_comes_first(kept, caplog):
     kept.write_text(json.dumps({"rows": [ROW, {**ROW, "direction": TRAINING, "torch_ms": None}]}))
-    forward, training, *packaged = model.of_card(CARD, "0")
+    forward, training, *packaged = timings.of_card(CARD, "0")
     assert not {times[:4] for times in packaged} & {forward[:4], training[:4]}
     assert forward.source == f"timings in {kept}"
     assert ms(forward, size(8192, heads=32)) == pytest.approx((1, 2))
@@ -389,7 +379,7 @@ def test_a_file_that_is_not_what_it_should_be_is_told_and_left_out(text, reason,
         kept.write_bytes(text if isinstance(text, bytes) else text.encode())
     with caplog.at_level(logging.WARNING, "sagebwd"):
         for _ in range(2):
-            found = model.of_card(CARD, "0")
+            found = timings.of_card(CARD, "0")
     assert found == model.of_this_project()[CARD]
     (said,) = caplog.messages
     for part in (str(kept), reason, "Delete it, or measure anew with `sagebwd doctor --measure`"):
@@ -399,5 +389,5 @@ def test_a_file_that_is_not_what_it_should_be_is_told_and_left_out(text, reason,
 def test_a_cache_folder_that_is_a_file_has_nothing_measured(monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "file"))
-    assert model.of_card.__wrapped__("NVIDIA A100-SXM4-80GB", "0") == ()
+    assert timings.of_card.__wrapped__("NVIDIA A100-SXM4-80GB", "0") == ()
     assert not caplog.messages

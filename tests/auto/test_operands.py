@@ -11,7 +11,8 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagebwd import dispatch, sage_attention, sage_attention_varlen
+from sagebwd import sage_attention, sage_attention_varlen
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import operands, peers, torch_attention
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, PEERS, TORCH
 from sagebwd.cache import PLANS
@@ -212,7 +213,7 @@ def by(monkeypatch):
     def by(contender):
         if contender in PEERS and peers.module_of(contender) is None:
             pytest.skip("not installed")
-        monkeypatch.setattr(dispatch, "contender_of", lambda ask, of, *_: contender if of and of.by_torch else None)
+        monkeypatch.setattr(auto_choice, "contender_of", lambda ask, of, *_: contender if of and of.by_torch else None)
         PLANS.clear()
 
     yield by

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sagebwd
-from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen
-from sagebwd.auto import counts, peers, torch_attention
+from sagebwd import arguments, counts, dispatch, replace_sdpa, sage_attention, sage_attention_varlen
+from sagebwd.auto import choice as auto_choice
+from sagebwd.auto import peers, torch_attention
 from sagebwd.auto.contenders import FA3, FA4, TORCH
-from sagebwd.auto.model import CAUSAL, FULL, MASK, PACKED, PADDING, TRAINING, WINDOW, Size
+from sagebwd.auto.model import TRAINING, Size
 from sagebwd.cache import PLANS
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.reference.metrics import relative_l2
 from tests.auto.calls import ASK, FASTER, SLOWER, times
 
@@ -92,17 +94,17 @@ def install(monkeypatch):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Tensors of a CPU are asked of as if they were a GPU's."""
-    contender_of = dispatch.contender_of
+    contender_of = auto_choice.contender_of
 
     def asked(ask, *rest):
         return contender_of(ask._replace(device=ASK.device), *rest)
 
-    monkeypatch.setattr(dispatch, "contender_of", asked)
+    monkeypatch.setattr(auto_choice, "contender_of", asked)
 
 
 def runs(ask=ASK, of=None, planned=True):
-    dispatch.times_of.cache_clear()
-    return dispatch.choose(ask, of or Size(2048, 2048, 16, 16), None, planned).contender
+    auto_choice.times_of.cache_clear()
+    return auto_choice.choose(ask, of or Size(2048, 2048, 16, 16), None, planned).contender
 
 
 def draw(tokens=30, keys=None, dim=128, heads=4, kv_heads=2):
@@ -139,7 +141,7 @@ def test_who_ran_on_other_kernels_leaves_the_rest_to_be_compared(measured, insta
     """Without the extra low precision has no times, and the fastest of the others runs."""
     install(FA4)
     measured += [times(FASTER, **{FA4: BETTER})]
-    monkeypatch.setattr(dispatch, "_missing", lambda row: "nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(dispatch, "missing", lambda row: "nvidia-cutlass-dsl is not installed")
     dispatch._choose.cache_clear()
     assert runs() == FA4
 
@@ -180,13 +182,13 @@ def test_a_build_without_its_backward_does_not_train(measured, install, on_cpu, 
     measured += [times(SLOWER, direction=way, **{FA3: BEST}) for way in ("forward", TRAINING)]
     assert runs() == FA3
     assert runs(ASK._replace(training=True)) == TORCH
-    assert dispatch.facts_of(ASK.device)["peers"] == "fa3 without backward"
+    assert auto_choice.facts_of(ASK.device)["peers"] == "fa3 without backward"
     tensors = draw()
     sage_attention(*tensors, is_causal=True, enable_gqa=True).sum().backward()
     assert counts.counts == {"full precision on torch": 1}
     monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
     q = torch.empty(2, 8, 4096, 128, requires_grad=True)
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert sagebwd.explain(q, q, q, is_causal=True).why.endswith("; FlashAttention-3 was built without its backward")
     install(FA3)
     assert runs(ASK._replace(training=True)) == FA3
@@ -284,7 +286,7 @@ def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, m
 def test_a_packed_call_that_is_handed_over_has_a_plan(monkeypatch):
     """Regression: each one asked all again."""
     asked = []
-    monkeypatch.setattr(dispatch, "contender_of", lambda *given: asked.append(given) or TORCH)
+    monkeypatch.setattr(auto_choice, "contender_of", lambda *given: asked.append(given) or TORCH)
     monkeypatch.setattr(torch_attention, "_packed", lambda *_: lambda query, *rest: query)
     x, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     PLANS.clear()
@@ -435,14 +437,14 @@ def test_explain_names_who_runs_and_why_others_do_not(measured, install, on_cpu,
     install(FA4)
     measured += [times(SLOWER, **{FA4: BETTER, FA3: BEST})]
     q = torch.empty(2, 8, 4096, 128)
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     found = sagebwd.explain(q, q, q, is_causal=True)
     assert found[:3] == ("full", FA4, FA4)
     assert "mixed takes about 0.824 ms, torch 0.412, FlashAttention-4 0.273, FlashAttention-3 0.0269" in found.why
     assert "forward, by FlashAttention-4: " in found.why
     assert found.why.endswith("; FlashAttention-3 is not installed")
     measured[:] = [times(FASTER)]
-    dispatch.times_of.cache_clear()
+    auto_choice.times_of.cache_clear()
     assert sagebwd.explain(q, q, q, is_causal=True).why.endswith("; FlashAttention-4 was not timed")
 
 
@@ -455,7 +457,7 @@ def test_a_peer_that_does_not_import_is_absent_with_one_warning(monkeypatch, tmp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert peers.installed() == ()
-    assert dispatch.facts_of(ASK.device)["peers"] == "none"
+    assert auto_choice.facts_of(ASK.device)["peers"] == "none"
     peers.module_of.cache_clear()
 
 
@@ -506,9 +508,9 @@ def test_a_peer_gets_a_scale_over_0(scale, refuses, measured, install, on_cpu):
 
 
 def test_which_peers_there_are_is_a_fact_of_a_rank(measured, install):
-    assert dispatch.facts_of(ASK.device)["peers"] == "none"
+    assert auto_choice.facts_of(ASK.device)["peers"] == "none"
     install(FA3), install(FA4)
-    assert dispatch.facts_of(ASK.device)["peers"] == "fa4, fa3"
+    assert auto_choice.facts_of(ASK.device)["peers"] == "fa4, fa3"
 
 
 def test_torchs_order_of_backends_is_as_it_was(monkeypatch):

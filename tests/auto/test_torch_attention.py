@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from functools import partial
 
 import pytest
@@ -14,15 +12,17 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sagebwd
-from sagebwd import arguments, dispatch, replace_sdpa, sage_attention, sage_attention_varlen, switches
-from sagebwd.auto import counts, torch_attention
-from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.model import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd import arguments, counts, replace_sdpa, sage_attention, sage_attention_varlen, switches
+from sagebwd.auto import choice as auto_choice
+from sagebwd.auto import torch_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask
 from sagebwd.masks.band import Band
-from sagebwd.plan import spec_of
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd.planning.specification import spec_of
 from sagebwd.reference.metrics import relative_l2
+from sagebwd.tracing import assume_constant
+from tools.house import called
 
 CARD = torch.device("cuda", 0)
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -53,7 +53,7 @@ CALLS = {
 @pytest.fixture
 def handed(monkeypatch):
     """What torch computes too is handed over, wherever it is."""
-    monkeypatch.setattr(dispatch, "contender_of", lambda ask, of, *_: "torch" if of and of.by_torch else None)
+    monkeypatch.setattr(auto_choice, "contender_of", lambda ask, of, *_: "torch" if of and of.by_torch else None)
     counts.counts.clear()
 
 
@@ -96,21 +96,13 @@ def test_a_later_call_is_few_calls_above_torchs_function(options, most, monkeypa
     """Of the package's own: to its kind and its plan, and to ask torch's order, which begins with who is to run it."""
     exact = sage_attention(*draw(30, 30), enable_gqa=True, recipe="full", **options)
     names = {int(backend): name for name, backend in torch_attention.BACKENDS.items()}
-    monkeypatch.setattr(dispatch, "contender_of", lambda *_: names[torch._C._get_sdp_priority_order()[0]])
-    first, made = [x.detach() for x in draw(30, 30)], []
-
-    def profile(frame, event, arg):
-        if event == "call" and f"{os.sep}sagebwd{os.sep}" in frame.f_code.co_filename:
-            made.append(frame.f_code.co_name)
-
-    for later in (False, True):
-        q, k, v = (x.clone() for x in first)
-        if later:
-            sys.setprofile(profile)
-        try:
-            out = sage_attention(q, k, v, enable_gqa=True, **options)
-        finally:
-            sys.setprofile(None)
+    monkeypatch.setattr(auto_choice, "contender_of", lambda *_: names[torch._C._get_sdp_priority_order()[0]])
+    first = [x.detach() for x in draw(30, 30)]
+    sage_attention(*(x.clone() for x in first), enable_gqa=True, **options)
+    q, k, v = (x.clone() for x in first)
+    outs = []
+    made = called(lambda: outs.append(sage_attention(q, k, v, enable_gqa=True, **options)))
+    (out,) = outs
     assert 0 < len(made) - 1 <= most, " ".join(made)
     torch.testing.assert_close(out, exact.detach())
 
@@ -237,7 +229,7 @@ def test_windows_by_each_backend_on_a_gpu(backend, tokens, window, width, monkey
     """As recipe "full" of Triton's kernels, forward and backward: each reads the bias as it lies."""
     tensors, options = on_gpu(draw(*tokens, dim=width), {"window": window})
     expected = outcome(tensors, **options, recipe="full")
-    monkeypatch.setattr(dispatch, "contender_of", lambda *_: backend)
+    monkeypatch.setattr(auto_choice, "contender_of", lambda *_: backend)
     for _ in range(2):
         for actual, exact in zip(outcome(tensors, **options), expected):
             assert relative_l2(actual, exact) < 0.02
@@ -315,8 +307,8 @@ def test_what_torch_alone_takes_runs_on_any_device():
 
 def test_a_trace_knows_whether_a_call_trains(monkeypatch):
     TRACED.clear()
-    monkeypatch.setattr(dispatch, "_costs", never_faster)
-    monkeypatch.setattr(dispatch, "contender_of", partial(_on_a_gpu, dispatch.contender_of))
+    monkeypatch.setattr(auto_choice, "_costs", never_faster)
+    monkeypatch.setattr(auto_choice, "contender_of", partial(_on_a_gpu, auto_choice.contender_of))
     weight = torch.randn(16, 16, requires_grad=True)
 
     def layer(x):
@@ -333,7 +325,7 @@ def test_a_trace_knows_whether_a_call_trains(monkeypatch):
 
 
 def test_a_bias_gets_its_gradient_in_later_calls_too(monkeypatch):
-    monkeypatch.setattr(dispatch, "_costs", lambda card, planned, *asked: False)  # nothing else is torch's
+    monkeypatch.setattr(auto_choice, "_costs", lambda card, planned, *asked: False)  # nothing else is torch's
     x, bias = torch.randn(1, 2, 20, 16), torch.zeros(20, 20)
     kernels = sage_attention(x, x, x, bias)
     for _ in range(3):
@@ -358,7 +350,7 @@ def test_the_patch_of_torchs_function_does_not_come_back(handed):
 def test_whether_a_call_trains_is_of_its_specification(monkeypatch):
     """Of a call of "auto" alone."""
     asks = []
-    monkeypatch.setattr(dispatch, "contender_of", lambda ask, *_: asks.append(ask.training) or "torch")
+    monkeypatch.setattr(auto_choice, "contender_of", lambda ask, *_: asks.append(ask.training) or "torch")
     q, k, v = draw(30, 30)
     for _ in range(2):
         sage_attention(q, k, v, enable_gqa=True)
@@ -382,8 +374,8 @@ def test_autocast_casts_what_is_handed_over(handed):
 
 def test_a_trace_compiles_once_a_side_of_the_threshold(monkeypatch):
     """And branches on lengths alone."""
-    monkeypatch.setattr(dispatch, "_costs", faster_from_three_tiles)
-    monkeypatch.setattr(dispatch, "contender_of", partial(_on_a_gpu, dispatch.contender_of))
+    monkeypatch.setattr(auto_choice, "_costs", faster_from_three_tiles)
+    monkeypatch.setattr(auto_choice, "contender_of", partial(_on_a_gpu, auto_choice.contender_of))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(

@@ -9,18 +9,12 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import attention
 from sagebwd.cli.terminal import Progress
-from tests.commands import forked, runner, started
+from tests.commands import forked, runner
 
 
 @pytest.fixture
 def command(monkeypatch, capsys):
     return runner(cli.main, monkeypatch, capsys)
-
-
-def test_help_lists_the_commands():
-    outcome = started("benchmarks", "--help")
-    assert outcome.returncode == 0
-    assert all(name in outcome.stdout for name in ("attention", "masks"))
 
 
 def test_bench_on_a_cpu(command, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 
 from sagebwd import Recipe, dispatch
 from sagebwd.cli import doctor
+from sagebwd.kernels.families import FAMILIES
 
 
 def test_facts_name_versions_and_gpu():
@@ -41,7 +42,7 @@ def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
 def test_answers_on_a_cpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     answers = {a.impl: a for a in doctor.answers("cpu", torch.bfloat16, (64, 64), Recipe.named("token"))}
-    assert set(answers) == set(dispatch.IMPLEMENTATIONS)
+    assert set(answers) == set(FAMILIES)
     assert answers["reference"].chosen
     assert not answers["triton"].takes
     assert "needs a CUDA device" in answers["triton"].reason
@@ -70,7 +71,7 @@ def test_answers_say_whose_backward_runs(monkeypatch):
 def test_on_a_card_of_mma_sync_auto_is_settled_by_the_width(monkeypatch):
     ask_of = doctor.ask_of
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
     monkeypatch.setattr(doctor, "ask_of", lambda *call: ask_of(*call)._replace(device=torch.device("cuda", 0)))
     dispatch._choose.cache_clear()
     for width, recipe in ((128, "token(dp=int8)"), (64, "token")):

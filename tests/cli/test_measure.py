@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from sagebwd import dispatch
-from sagebwd.auto import model, peers
-from sagebwd.auto.model import CAUSAL, FORWARD, FULL, KINDS, MASK, PACKED, TRAINING, WINDOW
+from sagebwd.auto import model, peers, timings
+from sagebwd.auto.model import FORWARD, TRAINING
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, WINDOW
 from sagebwd.reference.metrics import relative_l2
 from tests.threads import at_once
 
@@ -51,7 +52,7 @@ def test_what_does_not_run_has_no_time(monkeypatch):
 
 def test_on_a_card_of_mma_sync_each_width_is_timed_by_its_recipe(monkeypatch):
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 80)
-    monkeypatch.setattr(dispatch, "_missing", lambda row: None)
+    monkeypatch.setattr(dispatch, "missing", lambda row: None)
     of = bench.Ask.of
     monkeypatch.setattr(bench.Ask, "of", lambda *call: of(*call)._replace(device=torch.device("cuda", 0)))
     dispatch._choose.cache_clear()
@@ -102,9 +103,9 @@ def test_peers_are_timed_where_they_take_the_call(peer):
 
 def test_what_peers_take_is_kept_and_fitted(of_few_points, peer):
     command.measure("cpu", [bench.Case(CAUSAL, 32, 32)], None, "abc")
-    model.of_card.cache_clear()
-    found = model.of_card("cpu", torch.__version__)
-    model.of_card.cache_clear()
+    timings.of_card.cache_clear()
+    found = timings.of_card("cpu", torch.__version__)
+    timings.of_card.cache_clear()
     assert len(found) == 2
     assert all("fa4" in one.full for one in found)
 
@@ -153,13 +154,13 @@ def test_cases_of_kinds_and_widths():
 
 def test_the_command_keeps_what_it_measures(of_few_points, capsys):
     command.measure("cpu", [bench.Case(CAUSAL, 16, 16)], of_few_points / "results", "abc")
-    path = model.kept_at("cpu", torch.__version__)
+    path = timings.kept_at("cpu", torch.__version__)
     kept = json.loads(path.read_text())
     (written,) = (of_few_points / "results").glob("timings_cpu_*_abc.json")
     assert json.loads(written.read_text())["rows"] == kept["rows"]
-    model.of_card.cache_clear()
-    found = model.of_card("cpu", torch.__version__)
-    model.of_card.cache_clear()
+    timings.of_card.cache_clear()
+    found = timings.of_card("cpu", torch.__version__)
+    timings.of_card.cache_clear()
     assert {(x.kind, x.head_dim, x.direction) for x in found} == {(CAUSAL, 16, FORWARD), (CAUSAL, 16, TRAINING)}
     assert {x.source for x in found} == {f"timings in {path}"}
     printed = " ".join(capsys.readouterr().out.split())
@@ -171,7 +172,7 @@ def test_the_command_keeps_what_it_measures(of_few_points, capsys):
 def test_the_command_keeps_what_others_it_had_measured(of_few_points):
     for kind, width in ((CAUSAL, 16), (CAUSAL, 8), (FULL, 16), (CAUSAL, 16)):
         command.measure("cpu", [bench.Case(kind, width, width)], None, "abc")
-    rows = json.loads(model.kept_at("cpu", torch.__version__).read_text())["rows"]
+    rows = json.loads(timings.kept_at("cpu", torch.__version__).read_text())["rows"]
     assert {(row["kind"], row["head_dim"]) for row in rows} == {(CAUSAL, 16), (CAUSAL, 8), (FULL, 16)}
     places = [(row["kind"], row["head_dim"], row["direction"], row["tokens"]) for row in rows]
     assert len(places) == len(set(places)), "measured again, not twice"
@@ -182,9 +183,9 @@ def test_of_what_a_machine_did_not_measure_the_packages_times_count(of_few_point
     packaged = model.of_this_project()["NVIDIA H200"]
     monkeypatch.setattr(model, "of_this_project", lambda: {"cpu": packaged})
     command.measure("cpu", [bench.Case(CAUSAL, 128, 128)], None, "abc")
-    model.of_card.cache_clear()
-    found = model.of_card("cpu", torch.__version__)
-    model.of_card.cache_clear()
+    timings.of_card.cache_clear()
+    found = timings.of_card("cpu", torch.__version__)
+    timings.of_card.cache_clear()
     places = [times[:4] for times in found]
     assert len(places) == len(set(places))
     assert set(places) == {times[:4] for times in packaged}
@@ -194,13 +195,13 @@ def test_of_what_a_machine_did_not_measure_the_packages_times_count(of_few_point
 
 def test_the_command_writes_a_malformed_file_anew(of_few_points, caplog):
     """As `sagebwd.auto.model` advises where it finds one."""
-    path = model.kept_at("cpu", torch.__version__)
+    path = timings.kept_at("cpu", torch.__version__)
     path.parent.mkdir()
     path.write_text('{"rows": [{"kind"')
     command.measure("cpu", [bench.Case(CAUSAL, 16, 16)], None, "abc")
     (said,) = caplog.messages
     assert str(path) in said
-    assert {row["kind"] for row in model.rows_kept(path)} == {CAUSAL}
+    assert {row["kind"] for row in timings.rows_kept(path)} == {CAUSAL}
 
 
 def test_the_table_has_what_is_fitted():
@@ -231,6 +232,6 @@ def test_two_commands_at_once_do_not_collide(monkeypatch, tmp_path):
     both, replace = threading.Barrier(2), os.replace  # neither is moved before both are written
     monkeypatch.setattr(os, "replace", lambda *given: both.wait(60) is None or replace(*given))
     at_once(lambda _: command.measure("cpu", [], None, "abc"), range(2))
-    path = model.kept_at("cpu", torch.__version__)
-    assert model.rows_kept(path)
+    path = timings.kept_at("cpu", torch.__version__)
+    assert timings.rows_kept(path)
     assert [x.name for x in path.parent.iterdir()] == [path.name]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sagebwd import dispatch
-from sagebwd.auto import counts
+from sagebwd import counts
+from sagebwd.auto import choice as auto_choice
 from sagebwd.diagnostics.capture import Captured
 from sagebwd.diagnostics.monitor import AttentionMonitor, Monitor, recipe_of
 from sagebwd.integrations.transformers import register
@@ -101,10 +101,10 @@ def test_auto_is_measured_by_its_low_precision_on_a_card_that_was_timed(monkeypa
     call = Captured(
         0, *torch.zeros(4, 1, 2, 8, 64, dtype=torch.bfloat16), 0.125, True, None, (0, 1), (0, 1), 1
     )  # fmt: skip
-    choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda ask, size: choose(ask._replace(device=CUDA), size, card))
+    choose = auto_choice.choose
+    monkeypatch.setattr(auto_choice, "choose", lambda ask, size: choose(ask._replace(device=CUDA), size, card))
     assert str(recipe_of(LlamaConfig(), call)) == "mixed"
-    monkeypatch.setattr(dispatch, "times_of", lambda *_: None)
+    monkeypatch.setattr(auto_choice, "times_of", lambda *_: None)
     assert str(recipe_of(LlamaConfig(), call)) == "full"
 
 

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import sagebwd
-from sagebwd.auto.counts import counts
+from sagebwd.counts import counts
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_sharing import keep_sequences, share_sequences

@@ -8,6 +8,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from sagebwd import Recipe, dispatch
+from sagebwd.auto import choice as auto_choice
 from sagebwd.integrations import transformers as integration
 
 LARGEST = 0.8
@@ -59,7 +60,7 @@ def kept(monkeypatch, recipe: str, head_dim: int) -> Kept:
     )  # fmt: skip
     config._attn_implementation = "sdpa" if recipe == "sdpa" else integration.NAME
     config.sagebwd = {"recipe": recipe}
-    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.parse(recipe), "hopper/hopper"))
+    monkeypatch.setattr(auto_choice, "choose", lambda *_: dispatch.named(Recipe.parse(recipe), "hopper/hopper"))
     with FakeTensorMode():
         module, rotary = Qwen3Attention(config, 0), Qwen3RotaryEmbedding(config)
         x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)

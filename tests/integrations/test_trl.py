@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
-from sagebwd.auto.counts import counts
 from sagebwd.checkpointing import keep_attention
-from sagebwd.plan import Plan
+from sagebwd.counts import counts
+from sagebwd.planning.plan import Plan
 
 LAYERS, VOCABULARY = 2, 64
 LENGTHS = (20, 33, 11, 48, 7, 25, 40, 16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, Gemma4ForCausalLM, Gemma4TextConfig
 
-from sagebwd import dispatch
-from sagebwd.auto.counts import counts
+from sagebwd.auto import choice as auto_choice
+from sagebwd.counts import counts
 from sagebwd.integrations import transformers_torch
 from sagebwd.reference.metrics import relative_l2
 
@@ -62,7 +62,9 @@ def outcome(model, **inputs):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_of_a_real_model_is_served(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "_costs", lambda card, planned, *asked: False)  # torch has those that it alone takes
+    monkeypatch.setattr(
+        auto_choice, "_costs", lambda card, planned, *asked: False
+    )  # torch has those that it alone takes
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = CONFIG_MAPPING[name]()

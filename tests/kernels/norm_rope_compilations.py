@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from sagebwd.kernels import norm_rope
 from sagebwd.kernels.runtime import program
-from sagebwd.reference.norm_rope import INTERLEAVED
+from sagebwd.norm_rope_composed import INTERLEAVED
 from tools.cross_compile import Launch, Unstarted, count, registers, sass
 
 

@@ -12,7 +12,7 @@ from sagebwd import dispatch, sage_attention, sage_attention_varlen
 from sagebwd.kernels.mma_sync import launch as mma_sync
 from sagebwd.kernels.runtime import program
 from sagebwd.kernels.sm90.forward import launch as sm90
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import torch_lists
 from tests.attention_case import AttentionCase, tensors_in
 from tests.gpus import as_if_on_hopper
 from tests.kernels.test_masks import CALLS as MASKED
@@ -136,6 +137,7 @@ def run(impl: str, call: AttentionCase, notes: Notes) -> list[tuple[list, list, 
 def notes(monkeypatch):
     """What is launched as if there were an H200."""
     as_if_on_hopper(monkeypatch)
+    torch_lists.stand_in(monkeypatch.setattr)
     noted, prepared = Notes(), dispatch.prepared
     monkeypatch.setattr(program, "_start", noted.launch)
     monkeypatch.setattr(program, "compiled", noted.compiled)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sagebwd import dispatch, sage_attention
-from sagebwd.auto.model import MASK
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
+from sagebwd.masks.kinds import MASK
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from sagebwd import dispatch, norm_rope_plan, qk_norm_rope_attention
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows
+from sagebwd.norm_rope_composed import HALF, INTERLEAVED, norm_rope
 from sagebwd.recipe import Recipe
-from sagebwd.reference.norm_rope import HALF, INTERLEAVED, norm_rope
 from sagebwd.reference.quantize import quantize_tokens
 from sagebwd.reference.rotation import rotated
 
@@ -269,7 +270,7 @@ def stand_in(monkeypatch):
     """Every call is `mixed`'s on Hopper, which the stand-in runs."""
     if DEVICE == "cuda":
         pytest.skip("stands in for a GPU")
-    monkeypatch.setattr(dispatch, "choose", lambda *_: MIXED)
+    monkeypatch.setattr(auto_choice, "choose", lambda *_: MIXED)
     monkeypatch.setattr(dispatch, "_module", lambda name: Family)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     PLANS.clear()
@@ -343,7 +344,7 @@ def test_arguments_of_the_other_layout_are_refused_in_every_call(stand_in, packe
 
 def test_weights_alone_make_a_call_one_of_training(stand_in, monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatch, "choose", lambda ask, *_: asked.append(ask.training) or MIXED)
+    monkeypatch.setattr(auto_choice, "choose", lambda ask, *_: asked.append(ask.training) or MIXED)
     case = Case(heads=(2, 2))
     q, k, v = (case.draw(2, n) for n in range(3))
     p = case.prologue()

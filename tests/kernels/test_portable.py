@@ -361,7 +361,7 @@ def test_maxima_are_shared_while_they_are_smaller_than_dq(recipe, tokens, shared
     assert maxima is None or maxima.nbytes <= gradient.nbytes
 
 
-@pytest.mark.parametrize("recipe", ["token(o=16bit)", "full"])
+@pytest.mark.parametrize("recipe", ["token(o=16bit)", "full", "token(dp=int8)", "full(dp=int8)"])
 def test_garbage_behind_the_mask_is_not_seen(recipe):
     call = AttentionCase(masked=True, device=DEVICE, recipe=recipe)
     inputs = call.inputs()
@@ -381,8 +381,9 @@ def test_nothing_visible_gives_zeros():
     assert (actual["lse"][:, :5] == -math.inf).all()
 
 
-def test_repeats_bit_for_bit():
-    call = AttentionCase(heads=4, kv_heads=1, tokens_q=150, tokens_k=150, is_causal=True, device=DEVICE)
+@pytest.mark.parametrize("recipe", ["token", "token(dp=int8)"])
+def test_repeats_bit_for_bit(recipe):
+    call = AttentionCase(recipe, heads=4, kv_heads=1, tokens_q=150, tokens_k=150, is_causal=True, device=DEVICE)
     inputs = call.inputs()
     first, second = (call.run("triton", inputs) for _ in range(2))
     for name, tensor in first.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.reference import sinks as epilogue
+from sagebwd import sinks as epilogue
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
 from tests.gpus import DEVICE, HAS_HOPPER, on_gpu

@@ -15,7 +15,7 @@ import torch
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.variant import REGISTERS, Variant
 from sagebwd.kernels.sm90.widths import WIDTHS
-from sagebwd.reference.rotation import sizes
+from sagebwd.numerics import rotation_sizes
 from tests.shared import made_once
 from tools.cross_compile import count, matrix_loops, sass
 
@@ -127,7 +127,7 @@ ROTATED = [
 def test_a_rotation_costs_a_tile_little(dims, turned):
     """No loop is touched, and what sums take is saved where fewer threads share a row."""
     plain = Variant(*dims, "bfloat16", TILES[dims], upper=True, row_max=True)
-    rotated = replace(plain, rotation=sizes(turned))
+    rotated = replace(plain, rotation=rotation_sizes(turned))
     for body, expected in zip(loops(rotated), loops(plain), strict=True):
         assert body.total() <= 1.01 * expected.total()
     before, after = (count(machine_code(variant)) for variant in (plain, rotated))
@@ -137,7 +137,7 @@ def test_a_rotation_costs_a_tile_little(dims, turned):
 
 @pytest.mark.parametrize(("kind", "dims"), [row((64, 64), "upper"), row((128, 128), "varlen")])
 def test_codes_of_q_shorten_the_beginning_of_a_tile_alone(kind, dims):
-    made = Variant(*dims, "bfloat16", TILES[dims], row_max=True, rotation=sizes(dims[0]), **{kind: True})
+    made = Variant(*dims, "bfloat16", TILES[dims], row_max=True, rotation=rotation_sizes(dims[0]), **{kind: True})
     given = replace(made, q_codes=True)
     for body, expected in zip(loops(given), loops(made), strict=True):
         assert body.total() <= 1.01 * expected.total()

@@ -16,9 +16,10 @@ from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
+from sagebwd.numerics import rotation_sizes
 from sagebwd.recipe import Recipe
 from sagebwd.reference.quantize import quantize_tokens
-from sagebwd.reference.rotation import rotated, sizes
+from sagebwd.reference.rotation import rotated
 
 # Relative error of P and O rounded to 16 bit, P relative to a maximum up to 8 octaves old.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -90,7 +91,7 @@ class Case:
         """O, poisoned before, and the rest."""
         call = Call(
             Recipe.named("mixed"), self.softmax_scale(), v.dtype, v.device, self.head_dim, self.values,
-            *self.packings(), key_mask, self.is_causal, *self.window, rotation=sizes(self.turned),
+            *self.packings(), key_mask, self.is_causal, *self.window, rotation=rotation_sizes(self.turned),
         )  # fmt: skip
         o = torch.full((*q.shape[:-1], self.values), math.nan, dtype=v.dtype, device=v.device)
         return o, launch_forward(call, q, quantized, v, o, with_row_max=True)

@@ -9,9 +9,9 @@ from tests.attention_case import AttentionCase
 from tests.gpus import needs_hopper
 
 pytest.importorskip("triton")
+from sagebwd.kernels.masks import work_splits
 from sagebwd.kernels.sm90.backward.launch import prepare
 from sagebwd.kernels.sm90.widths import FORMS
-from sagebwd.masks import work_splits
 
 pytestmark = needs_hopper
 

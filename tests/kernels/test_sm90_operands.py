@@ -6,12 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sagebwd.masks.band import Band
+from sagebwd.numerics import RESTORED, rotation_sizes
 from sagebwd.recipe import Recipe
 from sagebwd.reference.emulator import Emulator
-from sagebwd.reference.float8 import RESTORED, Float8Operands, e4m3, queries_a_scale
+from sagebwd.reference.float8 import Float8Operands, e4m3, queries_a_scale
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.reference.quantize import quantize_tokens
-from sagebwd.reference.rotation import rotated, rotation, sizes
+from sagebwd.reference.rotation import rotated, rotation
 from tests.gpus import DEVICE, on_gpu
 from tests.inputs import draw
 
@@ -67,7 +68,7 @@ class Operands:
         self.keys = Packing(BATCH, HEADS_K, KEYS, KEYS, None)
         call = Call(
             Recipe.parse(f"mixed(q_scale={group}, k_scale={group})"), 1.0, torch.bfloat16, torch.device(DEVICE),
-            HEAD_DIM, HEAD_DIM, self.queries, self.keys, rotation=sizes(turned),
+            HEAD_DIM, HEAD_DIM, self.queries, self.keys, rotation=rotation_sizes(turned),
         )  # fmt: skip
         device = lambda x: None if x is None else x.to(DEVICE)  # noqa: E731
         codes = [x.to(torch.int8) for x in (q_codes, k_codes)]
@@ -346,7 +347,7 @@ def test_rows_narrower_than_a_form_are_those_filled_up(form, channels):
     packing = Packing(1, heads, tokens, tokens, None)
     wide = Call(
         Recipe.parse("mixed"), 1.0, torch.bfloat16, torch.device(DEVICE), *form, packing, packing,
-        rotation=sizes(channels[0]),
+        rotation=rotation_sizes(channels[0]),
     )  # fmt: skip
     narrow = wide._replace(lacking=(head_dim - channels[0], value_dim - channels[1]))
     assert narrow.columns == channels
@@ -431,7 +432,7 @@ def check_gradients(inputs: tuple[Tensor, ...], rotate: bool, most: float) -> No
     packing = Packing(1, 2, tokens, tokens, None)
     call = Call(
         recipe, scale, dtype, torch.device(DEVICE), head_dim, value_dim, packing, packing,
-        rotation=sizes(head_dim) if rotate else (),
+        rotation=rotation_sizes(head_dim) if rotate else (),
     )  # fmt: skip
     given = (
         o, lse.float(), q_codes.to(torch.int8), q_scale[..., 0].contiguous(), k_codes.to(torch.int8),

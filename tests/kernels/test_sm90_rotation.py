@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from sagebwd.kernels.sm90.forward.rotation import Share, Threads, root, stages, turned
-from sagebwd.reference.rotation import rotation, sizes
+from sagebwd.numerics import rotation_sizes
+from sagebwd.reference.rotation import rotation
 
 FILLED = [(64, 64), (48, 64), (33, 64), (128, 128), (112, 128), (100, 128), (120, 128), (65, 128), (1, 64)]
 
@@ -22,8 +23,8 @@ def test_threads_that_share_a_row_turn_it(head_dim, width, lanes):
     row[:head_dim] = np.random.default_rng(0).standard_normal(head_dim)
     threads = Threads(lane, lambda x, offset: x[lane ^ offset], np.where, lambda a, b, c: a * b + c)
     found = np.zeros(width)
-    for channels, values in zip(owned.T, turned(list(row[owned].T), sizes(head_dim), share, threads)):
-        found[channels] = root(sizes(head_dim)) * values
+    for channels, values in zip(owned.T, turned(list(row[owned].T), rotation_sizes(head_dim), share, threads)):
+        found[channels] = root(rotation_sizes(head_dim)) * values
     expected = torch.zeros(width, dtype=torch.float64)
     expected[:head_dim] = torch.from_numpy(row[:head_dim]) @ rotation(head_dim)
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-14)

@@ -14,7 +14,7 @@ from lab import __main__ as cli
 from lab.studies import gaussian
 from sagebwd.cli import main as library
 from sagebwd.diagnostics import models
-from tests.commands import ROOT, runner, started, without, without_defaults
+from tests.commands import ROOT, runner, without
 
 
 @pytest.fixture
@@ -45,18 +45,6 @@ variants:
         encoding="utf-8",
     )
     return path
-
-
-def test_help_lists_the_commands():
-    outcome = started("lab", "--help")
-    assert outcome.returncode == 0
-    names = ("pretrain", "compare", "seeds", "gaps", "tokenize", "continue", "gaussian", "bench-training")
-    assert all(name in outcome.stdout for name in names)
-
-
-@pytest.mark.parametrize("name", ["gaussian", "continue", "bench-training"])
-def test_help_has_the_defaults_that_its_texts_name(name, command, monkeypatch):
-    assert not without_defaults(cli.app, name, command, monkeypatch)
 
 
 def test_gaussian_prints_and_saves(command, tmp_path):

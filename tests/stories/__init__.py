@@ -1,10 +1,6 @@
-"""The ten user stories, each as its user would live it; what they ask for is quoted in “”.
+"""User stories as their users would live them, where no other test has them; what they ask for is quoted in “”.
 
-They run on a CPU with the reference, and those that need kernels also on a GPU (`-m gpu`).
-
-1 kernel swap, 7 strides, 8 compile, 9 numerics: test_kernels. 3 padding, 4 packing, 5 Trainer: test_models. 2 SDPA
-patch: tests/integrations/test_sdpa.py. 6 parity: tests/lab/training/test_compare.py and test_pretrain.py. 10 install
-and bench: `make package`, tests/cli and tests/benchmarks.
+On a CPU with the reference, and those that need kernels also on a GPU (`-m gpu`).
 """
 
 import pytest

@@ -8,7 +8,8 @@ import math
 
 import pytest
 
-from sagebwd.auto.model import CAUSAL, FULL, KINDS, PACKED, TRAINING, WINDOW
+from sagebwd.auto.model import TRAINING
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, PACKED, WINDOW
 from tests.auto.calls import times
 from tools import auto_random
 from tools.auto_random import MOST_ELEMENTS, Row
@@ -102,7 +103,7 @@ def test_torchs_pick_is_timed_twice_and_the_lesser_counts():
 def test_whose_gradients_are_wrong_under_a_mask_is_not_the_packages_choice(monkeypatch):
     """Regression: cuDNN counted as chosen under windows that `sagebwd.dispatch` gives to others."""
     known = times((0, 0, 9, 9), (64, 64), TRAINING, WINDOW, full=None, cudnn=(0, 0, 1, 1))
-    monkeypatch.setattr(auto_random.dispatch, "times_of", lambda *_: known)
+    monkeypatch.setattr(auto_random.auto_choice, "times_of", lambda *_: known)
     for tokens, ms in ((448, 2.0), (512, 0.9)):
         call = Call(WINDOW, 64, 64, 32, 8, 2, tokens, left=127)
         found = row({"low": 2.0, "torch": 0.9, "cudnn": 1.0}, picked="cudnn")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sagebwd.auto.model import CAUSAL, FULL, KINDS, PACKED, WINDOW
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, PACKED, WINDOW
 from tools import auto_shapes
 from tools.auto_shapes import Call
 

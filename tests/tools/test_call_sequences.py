@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sagebwd.masks import argument as mask_argument
+from sagebwd.planning import mask_argument
 from sagebwd.switches import current
 from tools import call_sequences
 from tools.call_sequences import BLOCKS, BY, FAMILIES, Call, Planner, Round, Runner, Step

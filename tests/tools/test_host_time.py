@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from sagebwd.cache import PLANS
 from sagebwd.kernels.runtime import launchers
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from tools import host_time
 
 run, bound = JITFunction.run, []

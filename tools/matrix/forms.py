@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sagebwd import Recipe, dispatch, read_block_mask
-from sagebwd.auto.model import FULL, MASK
 from sagebwd.call import Ask
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import AUTO, FP8
 from tests.inputs import draw

@@ -29,7 +29,7 @@ from lab.training.continued import tokens
 from lab.training.continued.config import Continued, fingerprint
 from lab.training.pretrain import environment
 from lab.training.run_dir import CONFIG, DIVERGED, METRICS, RESULT
-from sagebwd.auto.counts import counts
+from sagebwd.counts import counts
 from sagebwd.diagnostics.models import load_model
 from sagebwd.environment import write_whole
 from sagebwd.integrations import transformers as integration

@@ -5,6 +5,8 @@ A contender in full precision is one of torch's own functions, by what computes 
 
 from __future__ import annotations
 
+from sagebwd import counts
+
 # sagebwd's kernels, in low precision.
 LOW = "low"
 # Torch's function with what torch picks, with one of its backends, and torch's function of packed sequences.
@@ -20,3 +22,8 @@ NAMES = {
 PICKED = {
     "CUDNN_ATTENTION": CUDNN, "FLASH_ATTENTION": FLASH, "EFFICIENT_ATTENTION": EFFICIENT, "varlen_attn": VARLEN,
 }  # fmt: skip
+
+
+def handed_over(contender: str) -> str:
+    """What a call that a contender ran is counted as."""
+    return f"full precision on {NAMES[contender]}" if contender in PEERS else counts.TORCH

@@ -16,7 +16,8 @@ from math import exp, log
 from statistics import fmean
 
 from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH
-from sagebwd.auto.model import FULL, KINDS, TRAINING, WINDOW, Cost, Size, Times
+from sagebwd.auto.model import TRAINING, Cost, Size, Times
+from sagebwd.masks.kinds import FULL, KINDS, WINDOW
 
 # A call whose ms are less than this many times its host's says of the GPU that it took no longer.
 BOUND = 1.15

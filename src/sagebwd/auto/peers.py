@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.contenders import FA3, FA4, NAMES, PEERS
-from sagebwd.auto.model import CAUSAL, FULL, PACKED, WINDOW, Size
+from sagebwd.auto.model import Size
+from sagebwd.derivatives import once_differentiable
+from sagebwd.masks.kinds import CAUSAL, FULL, PACKED, WINDOW
 
 _MODULES = {FA4: "flash_attn.cute", FA3: "flash_attn_interface"}
 _DTYPES = torch.bfloat16, torch.float16
@@ -157,8 +159,6 @@ def _once_differentiable(out: Tensor | tuple[Tensor, ...], *inputs: Tensor) -> T
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         if not torch.is_grad_enabled():
             return None
-        from sagebwd.plan import once_differentiable
-
         # of inputs, which the peer keeps too: by way of out there would be a circle
         return tuple(once_differentiable((*inputs, *of_outputs), gradients))
 

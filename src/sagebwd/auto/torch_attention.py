@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto import operands, peers
-from sagebwd.auto.assume_constant import assume_constant
-from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS
-from sagebwd.auto.counts import TORCH, counts, handed_over
-from sagebwd.auto.model import CAUSAL, FULL, WINDOW
+from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, NAMES, PEERS, handed_over
+from sagebwd.counts import TORCH, counts
+from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks.band import Band
-from sagebwd.plan import device_of
+from sagebwd.masks.kinds import CAUSAL, FULL, WINDOW
+from sagebwd.tracing import assume_constant
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
 _sdpa = torch._C._nn.scaled_dot_product_attention

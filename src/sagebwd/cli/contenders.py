@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd.auto import peers, torch_attention
 from sagebwd.auto.contenders import PEERS, TORCH
-from sagebwd.auto.model import CAUSAL, PACKED, WINDOW, Size
+from sagebwd.auto.model import Size
+from sagebwd.masks.kinds import CAUSAL, PACKED, WINDOW
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 UNLIMITED = -1, -1

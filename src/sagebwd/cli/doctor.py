@@ -12,6 +12,7 @@ from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
 from sagebwd.cli.hardware import peak_rates
+from sagebwd.kernels.families import FAMILIES, REFERENCE
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.version import __version__
@@ -105,7 +106,7 @@ def answers(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: Re
             return str(error)
 
     fastest, found = asked(None), []
-    for impl in dispatch.IMPLEMENTATIONS:
+    for impl in FAMILIES:
         choice = asked(impl)
         if isinstance(choice, str):
             found.append(Answer(impl, False, False, choice))
@@ -126,7 +127,7 @@ def self_test(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: 
     is well under 0.03.
     """
     tensors = _inputs(widths, device, dtype)
-    return _distance(*(_outcome(tensors, recipe=recipe, impl=impl) for impl in (None, "reference")))
+    return _distance(*(_outcome(tensors, recipe=recipe, impl=impl) for impl in (None, REFERENCE.name)))
 
 
 def self_test_of_torch(device: str, dtype: torch.dtype, widths: tuple[int, int]) -> float:

@@ -71,6 +71,7 @@ def doctor(
     from sagebwd.cli import measure as benchmark
     from sagebwd.cli import timings
     from sagebwd.cli.hardware import check_device
+    from sagebwd.kernels.families import REFERENCE
     from sagebwd.recipe import AUTO
 
     parsed_dtype = cli_trace.dtype_of(dtype)
@@ -113,7 +114,7 @@ def doctor(
     if by_torch:
         console.print("No kernel takes this call: recipe auto runs torch's own attention, in full precision.")
         return
-    if not any(answer.chosen and answer.impl != "reference" for answer in found):
+    if not any(answer.chosen and answer.impl != REFERENCE.name for answer in found):
         who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"
         console.print(f"No kernel runs here: {who} the reference, which is right and slow.")
         raise typer.Exit(1)

@@ -21,12 +21,13 @@ from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto.contenders import PEERS, PICKED, TORCH
 from sagebwd.auto.fit import window_of
-from sagebwd.auto.model import CAUSAL, DIRECTIONS, FULL, KINDS, MASK, PACKED, PADDING, TRAINING, WINDOW, widths_text
+from sagebwd.auto.model import DIRECTIONS, TRAINING, widths_text
 from sagebwd.call import Ask
 from sagebwd.cli import contenders
 from sagebwd.cli.contenders import Attention, takes
 from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.timer import time_contenders
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, PADDING, WINDOW
 from sagebwd.recipe import AUTO, Recipe
 
 

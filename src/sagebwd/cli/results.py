@@ -36,8 +36,7 @@ def environment(device: str, commit: str | None = None) -> dict[str, object]:
         "driver": command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if cuda
         else None,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        **{package.__name__: package.__version__ for package in (torch, triton)},
         "flash_attn_4": _version("flash-attn-4"),
         "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
         "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),

@@ -10,18 +10,19 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from sagebwd import dispatch
 from sagebwd.auto import agreement, peers
+from sagebwd.auto import choice as auto_choice
+from sagebwd.auto.choice import known_of
 from sagebwd.auto.contenders import NAMES
-from sagebwd.auto.explain import digest_line, newer_torch
 from sagebwd.auto.fit import fitted, window_of
-from sagebwd.auto.model import DIRECTIONS, Size, Times, kept_at, rows_kept, widths_text
+from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
+from sagebwd.auto.timings import kept_at, rows_kept
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli.outputs import check_folder
 from sagebwd.cli.results import environment, save
 from sagebwd.cli.terminal import console, progress
-from sagebwd.dispatch import known_of
 from sagebwd.environment import CACHE_DIR, make, write_whole
+from sagebwd.explain import digest_line, newer_torch
 
 # Of what is shown: a training step of 16384 tokens with 16 heads of 128, at these lengths.
 ELEMENTS, LENGTHS = 1 << 25, (1024, 4096, 16384)
@@ -60,7 +61,7 @@ def measure(device: str, cases: list[benchmark.Case], output: Path | None, commi
 
 def show(device: str) -> None:
     """Print what "auto" goes by on a GPU, and a digest of what that follows from."""
-    digest = agreement.digest(dispatch.facts_of(torch.device(device)))
+    digest = agreement.digest(auto_choice.facts_of(torch.device(device)))
     console.print(digest_line(digest), highlight=False)
     named = ", ".join(NAMES[peer] for peer in peers.installed()) or "neither FlashAttention-4 nor -3"
     console.print(f"auto: beside torch there is {named}", highlight=False)

@@ -41,14 +41,15 @@ from dataclasses import asdict, dataclass, field, fields
 import torch
 from torch import Tensor, nn
 
-from sagebwd import dispatch
-from sagebwd.auto.model import CAUSAL, FULL, WINDOW, Size
+from sagebwd.auto import choice as auto_choice
+from sagebwd.auto.model import Size
 from sagebwd.call import Ask
 from sagebwd.diagnostics.capture import Captured, capture
 from sagebwd.diagnostics.monitor_settings import Monitor
 from sagebwd.diagnostics.trace import SATURATED, Row, measure
 from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import NAME, settings
+from sagebwd.masks.kinds import CAUSAL, FULL, WINDOW
 from sagebwd.recipe import AUTO, Recipe
 
 with extra("diagnostics"):
@@ -311,7 +312,7 @@ def recipe_of(config: PreTrainedConfig, call: Captured) -> Recipe:
     kind = WINDOW if call.window is not None else CAUSAL if call.is_causal else FULL
     ask = Ask.of(call.q, call.v, AUTO, chosen["impl"], kind)._replace(training=True)
     width = 0 if call.window is None else sum(max(0, side) for side in call.window) + 1
-    return dispatch.choose(ask, Size(LONG, LONG, call.q.shape[1], call.k.shape[1], width)).recipe
+    return auto_choice.choose(ask, Size(LONG, LONG, call.q.shape[1], call.k.shape[1], width)).recipe
 
 
 def worst_head(rows: Sequence[Row]) -> dict[str, float]:

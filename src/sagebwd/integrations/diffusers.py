@@ -23,8 +23,8 @@ from types import ModuleType
 
 from torch import Tensor
 
+from sagebwd import counts
 from sagebwd.attention import sage_attention
-from sagebwd.auto import counts
 from sagebwd.dispatch import check_known
 from sagebwd.extras import extra
 from sagebwd.recipe import AUTO, Recipe

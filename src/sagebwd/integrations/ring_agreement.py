@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sagebwd.auto.agreement import digest
-from sagebwd.plan import device_of
+from sagebwd.kernels.runtime.device import device_of
 
 # In place of a digest, of 48 bits, of a call that is refused.
 _REFUSED = -1

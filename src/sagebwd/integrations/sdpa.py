@@ -36,12 +36,12 @@ from torch.autograd import forward_ad
 from sagebwd import checks, dispatch
 from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
-from sagebwd.auto.assume_constant import assume_constant
 from sagebwd.auto.contenders import PEERS
 from sagebwd.cache import Cache
 from sagebwd.kernels import capabilities
-from sagebwd.plan import kind_of
+from sagebwd.planning.specification import kind_of
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.tracing import assume_constant
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sagebwd import dispatch
+from sagebwd import counts, dispatch
 from sagebwd.attention import sage_attention
-from sagebwd.auto import counts, torch_attention
+from sagebwd.auto import torch_attention
 from sagebwd.recipe import AUTO, Recipe
 
 NAME = "sagebwd"

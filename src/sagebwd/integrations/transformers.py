@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from sagebwd import counts
 from sagebwd.arguments import autocast_dtype
 from sagebwd.attention import sage_attention, sage_attention_varlen
-from sagebwd.auto import counts
 from sagebwd.extras import extra
 from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.integrations.transformers_masks import (

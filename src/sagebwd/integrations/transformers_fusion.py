@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import is_fused
 from sagebwd.integrations.transformers_torch import say
-from sagebwd.reference.norm_rope import ROPES, norm_rope
+from sagebwd.norm_rope_composed import ROPES, norm_rope
 
 with extra("transformers"):
     import transformers

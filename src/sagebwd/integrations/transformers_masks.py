@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sagebwd.extras import extra
 from sagebwd.masks import mask as masks
-from sagebwd.masks.argument import read_block_mask, read_mask
+from sagebwd.planning.mask_argument import read_block_mask, read_mask
 
 with extra("transformers"):
     from transformers.masking_utils import causal_mask_function, sdpa_mask

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagebwd import counts
 from sagebwd.attention import sage_attention
-from sagebwd.auto import counts
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 

@@ -1,4 +1,4 @@
-"""`sagebwd.reference.norm_rope` on a GPU: Q and K in one launch each way, every row read once and written once.
+"""`sagebwd.norm_rope_composed` on a GPU: Q and K in one launch each way, every row read once and written once.
 
 Of one row, with r = 1 / sqrt(mean(x^2) + eps), w the weight and pairs (a, b) of channels that rotate together::
 

@@ -1,4 +1,4 @@
-"""`sagebwd.reference.sinks` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
+"""`sagebwd.sinks` on a GPU: one pass over Q and O after a forward, one over dO and O in a backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
 from sagebwd.kernels.common.tile import LN_2, LOG2_E, block_in_sequence, load_rows, to_16bit, whose
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
 from sagebwd.kernels.runtime.program import launch, zeros
-from sagebwd.reference.sinks import FARTHEST
+from sagebwd.sinks import FARTHEST
 
 # Queries of a program.
 BLOCK = 64
@@ -115,7 +115,7 @@ def weigh(
     o: Tensor, lse: Tensor, q: Tensor, k_mean: Tensor | None, sinks: Tensor, scale: float, offsets: Tensor | None,
     longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.reference.sinks.weigh`."""
+    """`sagebwd.sinks.weigh`."""
     q, sinks = aligned_rows(q), contiguous(sinks)
     packing = Packing.of(q, offsets, longest)
     weight = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -130,7 +130,7 @@ def gradient_by_block(
     do: Tensor, dlse: Tensor | None, o: Tensor, weight: Tensor, dq: Tensor, k_mean: Tensor | None, scale: float,
     offsets: Tensor | None, longest: int,
 ) -> Tensor:  # fmt: skip
-    """`sagebwd.reference.sinks.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
+    """`sagebwd.sinks.gradient` by block of queries, (heads over the batch, blocks); adds to dq."""
     packing = Packing.of(o, offsets, longest)
     shape = packing.heads_in_all, packing.blocks(BLOCK)
     if offsets is None:

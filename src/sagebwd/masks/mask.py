@@ -12,7 +12,6 @@ bias of zeros) needs no elements.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -108,7 +107,7 @@ class Mask:
 
     @property
     def is_unread(self) -> bool:
-        """Whether a call's programs read it (`sagebwd.masks.elements`)."""
+        """Whether a call's programs read it (`sagebwd.planning.mask_elements`)."""
         return self.blocks is None
 
     @property
@@ -219,19 +218,6 @@ def _rebuilt(leaves: Iterable[Any], origin: _Origin) -> Mask:
 register_pytree_node(Mask, _flattened, _rebuilt, serialized_type_name="sagebwd.masks.mask.Mask")
 
 
-def by_kernels(x: Tensor) -> bool:
-    """Whether kernels read a mask: on a GPU, and where a program of such is described (`program`)."""
-    if x.is_meta:  # others are a user's, who asks for shapes
-        program = sys.modules.get("sagebwd.kernels.runtime.program")
-        return program is not None and program.is_described()
-    return x.is_cuda
-
-
-def of_tensor(elements: Tensor) -> Mask:
-    """The mask of a tensor in four dimensions."""
-    return Mask(elements, None, *blocks_of(elements))
-
-
 def shown(elements: Tensor) -> Tensor:
     """Where a mask's elements let a key be seen; NaN does, and shows in the output."""
     if elements.dtype == torch.bool:
@@ -246,11 +232,6 @@ def hidden(dtype: torch.dtype) -> float:
 
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`Mask.blocks` of a tensor in four dimensions, and which keys any query of any head sees, (B or 1, M or 1)."""
-    if by_kernels(elements):
-        from sagebwd.masks import mask_blocks
-
-        if mask_blocks.takes(elements):
-            return mask_blocks.blocks_of(elements)
     blocks, keys = [], None
     for rows in elements.split(ROWS, 2):
         visible = shown(rows)

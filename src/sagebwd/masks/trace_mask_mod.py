@@ -1,4 +1,4 @@
-"""A mask_mod as a program of single operations, which a kernel computes (`sagebwd.masks.mask_mod_kernel`).
+"""A mask_mod as a program of single operations, which a kernel computes (`sagebwd.kernels.masks.mask_mod_kernel`).
 
 `traced` calls a mask_mod once, as FlexAttention's compiler does, with symbols in place of its four indices. What it
 does with them is noted; whatever else it does, as reading a list that was rewritten since, it does now. So a trace is

@@ -41,18 +41,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sagebwd.numerics import E4M3_MAX, LARGEST_HALF, LEAST_B, LEAST_HALF, LEAST_REST, MOST_LOWERED, RESTORED
 from sagebwd.reference.quantize import pad_tokens
-
-E4M3_MAX = 448.0
-LEAST_REST = 2.0**-10
-# Octaves that P' of a query gives up at most, if dP is INT8 or the input FP16.
-MOST_LOWERED = 4
-# Of 2^-b dO in FP16: its largest magnitude, and the exponent of the least that has all digits.
-LARGEST_HALF, LEAST_HALF = 2.0**15, -14
-LEAST_B = -125
-# Rounding to e4m3 makes numbers smaller on average: above a power of two steps are twice as wide as below it, so more
-# is rounded down to it than up. <x, e4m3(x)> is .9993 <x, x> for normal, log-normal, Laplacian and Student's x alike.
-RESTORED = 0.9993**-2
 
 
 def e4m3(x: Tensor) -> Tensor:

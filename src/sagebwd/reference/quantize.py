@@ -13,11 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sagebwd.numerics import INT8_MAX, TINY
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
-
-INT8_MAX = 127
-# The least magnitude that counts: 127 / TINY and 1 / (TINY / 127) are numbers of FP32, which kernels multiply by.
-TINY = 2.0**-119
 
 
 def quantize(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-
-def sizes(head_dim: int) -> tuple[int, ...]:
-    """Sizes of the blocks of R, the largest first."""
-    return tuple(1 << bit for bit in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> bit & 1)
+from sagebwd.numerics import rotation_sizes
 
 
 def hadamard(size: int) -> Tensor:
@@ -30,7 +27,7 @@ def hadamard(size: int) -> Tensor:
 @cache
 def rotation(head_dim: int) -> Tensor:
     """R, (head_dim, head_dim), in FP64."""
-    return torch.block_diag(*(hadamard(size) * size**-0.5 for size in sizes(head_dim)))
+    return torch.block_diag(*(hadamard(size) * size**-0.5 for size in rotation_sizes(head_dim)))
 
 
 def rotated(x: Tensor) -> Tensor:

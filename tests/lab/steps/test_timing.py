@@ -25,7 +25,7 @@ from lab.training.config import FULL_PRECISION, Config
 from lab.training.model import build
 from sagebwd.cli.results import save
 from sagebwd.integrations import transformers as integration
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from tests.lab.training.runs import command, finish
 
 TINY = Config("tiny").replace(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sagebwd.reference import quantize
+from sagebwd import numerics
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -19,7 +19,7 @@ INVERSE_INT8_MAX = tl.constexpr(1.0 / 127.0)
 # Adding 1.5 * 2**23 leaves an fp32's nearest integer, ties to even, in its low mantissa bits.
 ROUND = tl.constexpr(12582912.0)
 # Below this a group's largest magnitude counts as zero (`sagebwd.reference.quantize`): 1 / its scale may overflow.
-TINY = tl.constexpr(quantize.TINY)
+TINY = tl.constexpr(numerics.TINY)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

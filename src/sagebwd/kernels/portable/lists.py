@@ -11,10 +11,10 @@ from torch import Tensor
 from sagebwd.cache import TAKEN
 from sagebwd.call import Call
 from sagebwd.kernels.common.strided import ANY, ONE, counted_as_any
+from sagebwd.kernels.masks.lists import Listed, Lists, listed
 from sagebwd.kernels.portable.config import list_tile, shares_maxima
 from sagebwd.kernels.runtime import device
 from sagebwd.masks.band import Band
-from sagebwd.masks.lists import Listed, Lists, listed
 from sagebwd.masks.mask import TILE
 from sagebwd.recipe import INT8
 

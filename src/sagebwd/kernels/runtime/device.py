@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 
 # CUDA_ERROR_INVALID_CONTEXT
 NO_CONTEXT = 201
+_AS_IT_IS = nullcontext()
 
 
 @cache
@@ -29,6 +32,13 @@ def num_sms(device: torch.device) -> int:
 def current_stream(device: torch.device) -> int:
     """The address of the stream that kernels of a GPU are to run on; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
+
+
+def device_of(x: Tensor) -> AbstractContextManager:
+    """Where kernels launch: on x's GPU, whichever is the current one."""
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+        return _AS_IT_IS
+    return torch.cuda.device(x.device)
 
 
 def clear(address: int, size: int, device: torch.device, stream: int) -> None:

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
 from sagebwd.environment import writable
 from sagebwd.kernels.runtime.cuda import CudaKernel
+from sagebwd.kernels.runtime.describing import is_described, local
 from sagebwd.kernels.runtime.device import clear, current_stream
 from sagebwd.kernels.runtime.ffi import Function
 from sagebwd.kernels.runtime.launchers import (
@@ -44,7 +45,6 @@ T = TypeVar("T")
 COMPILING_SECONDS = 0.5
 # Compilers that were announced.
 _told: set[str] = set()
-_local = threading.local()
 # Held while Triton loads a kernel, whose launcher it publishes before its function: another thread would launch None.
 _loading = threading.RLock()
 
@@ -54,7 +54,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
     Raises what compiling raises, `OutOfResources` for one.
     """
-    builder = getattr(_local, "builder", None)
+    builder = getattr(local, "builder", None)
     if builder is None:
         _start(kernel, grid, *arguments, **options)
     else:
@@ -63,7 +63,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that is zero when the first of the launches begins."""
-    builder = getattr(_local, "builder", None)
+    builder = getattr(local, "builder", None)
     if builder is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     x = torch.empty(shape, dtype=dtype, device="meta")
@@ -73,7 +73,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def copy(to: Tensor, x: Tensor) -> Tensor:
     """``to.copy_(x)``, in its turn among the launches."""
-    builder = getattr(_local, "builder", None)
+    builder = getattr(local, "builder", None)
     if builder is None:
         return to.copy_(x)
     if x.numel():  # of no elements there is no place
@@ -132,11 +132,6 @@ def _cached(run: Callable[[], T]) -> T:
         return run()
 
 
-def is_described() -> bool:
-    """Whether launches of this thread are noted for a program."""
-    return getattr(_local, "builder", None) is not None
-
-
 def say_what_takes_long(whose: str, folder: str) -> None:
     """Warn, once for each compiler, that kernels are compiled, and where later processes find them."""
     if whose not in _told:
@@ -186,12 +181,12 @@ class Builder(NamedTuple):
 @contextmanager
 def _describing() -> Iterator[Builder]:
     """Inside, launches are noted."""
-    before, _local.builder = getattr(_local, "builder", None), Builder([], {})
+    before, local.builder = getattr(local, "builder", None), Builder([], {})
     try:
         with torch.no_grad():
-            yield _local.builder
+            yield local.builder
     finally:
-        _local.builder = before
+        local.builder = before
 
 
 class _Memory(NamedTuple):

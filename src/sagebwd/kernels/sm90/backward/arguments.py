@@ -15,7 +15,7 @@ from sagebwd.kernels.common.strided import counted_as_any
 
 
 class BlockSparse(NamedTuple):
-    """Block lists of an element mask (`sagebwd.masks.sm90_block_lists`), and their strides, 0 where broadcast."""
+    """Block lists of a mask of elements (`kernels.masks.sm90_block_lists`), and their strides, 0 where broadcast."""
 
     lists: Tensor
     words: Tensor
@@ -34,7 +34,7 @@ class Bias(NamedTuple):
 
 
 class WorkSplits(NamedTuple):
-    """Work splits of long block lists (`sagebwd.masks.work_splits`), and zeros that the splits of one list add to."""
+    """Work splits of long block lists (`kernels.masks.work_splits`), and zeros that the splits of one list add to."""
 
     programs: Tensor
     sums: Tensor  # (lists, 128 keys, dK's channels and dV's) FP32

@@ -1,20 +1,19 @@
 """Block-sparse masks in the backward: the query blocks that a key tile meets, and the visible pairs of a block.
 
-`sagebwd.masks.sm90_block_lists` makes the lists and the bits.
+`sagebwd.kernels.masks.sm90_block_lists` makes the lists and the bits.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sagebwd.kernels.common import strided
+from sagebwd.kernels.masks import work_splits as splits_of_lists
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, elements, opaque, uniform, visible
 from sagebwd.masks import mask as masks
-from sagebwd.masks import sm90_block_lists
-from sagebwd.masks import work_splits as splits_of_lists
 
 ANY = gl.constexpr(strided.ANY.value)
 TILE = gl.constexpr(masks.TILE)
-HEAD_BIT = gl.constexpr(sm90_block_lists.HEAD_BIT)
+HEAD_BIT = gl.constexpr(splits_of_lists.HEAD_BIT)
 # Numbers of a list that belong to one block.
 ENTRY_FIELDS = gl.constexpr(splits_of_lists.ENTRY)
 # Numbers that say what a program takes of a list.

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients
+from sagebwd.kernels.masks.sm90_block_lists import of_keys
+from sagebwd.kernels.masks.work_splits import MOST
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
@@ -24,8 +26,6 @@ from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradien
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
 from sagebwd.kernels.sm90.operands.sum_shares import launch_sum_shares
 from sagebwd.masks.band import Band
-from sagebwd.masks.sm90_block_lists import of_keys
-from sagebwd.masks.work_splits import MOST
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
 SCALES_APART = 32

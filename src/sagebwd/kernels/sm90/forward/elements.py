@@ -1,6 +1,7 @@
 """Element masks in the forward: visibility bits and bias of a thread's scores of a key block.
 
-Registers are laid out as in `softmax`. A word holds a bit a register of a row (`sagebwd.masks.sm90_block_lists`).
+Registers are laid out as in `softmax`. A word holds a bit a register of a row
+(`sagebwd.kernels.masks.sm90_block_lists`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_like_rows
 from sagebwd.kernels.common.quantize import launch_quantize
+from sagebwd.kernels.masks.sm90_block_lists import of_queries
 from sagebwd.kernels.runtime.alignment import contiguous, fits_tma
 from sagebwd.kernels.runtime.device import num_sms
 from sagebwd.kernels.runtime.program import launch
@@ -18,7 +19,6 @@ from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
-from sagebwd.masks.sm90_block_lists import of_queries
 from sagebwd.recipe import FP8
 
 # Rows narrower than the form are read as they are.

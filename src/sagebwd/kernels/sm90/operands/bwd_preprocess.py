@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd import numerics
 from sagebwd.call import Call, Saved, padded_head_dim
 from sagebwd.kernels.common.rotation import floats, load_pieces, turned_codes
 from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
@@ -29,15 +30,14 @@ from sagebwd.kernels.common.tile import (
 from sagebwd.kernels.common.transposed import NO_SPECIALIZE, store_transposed
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.widths import BackwardTile
-from sagebwd.reference import float8
 
 # Zeros that a program writes at a time.
 CLEARED = tl.constexpr(1024)
 LOG2_E4M3_MAX = tl.constexpr(8.807354922057604)
-LEAST_REST = tl.constexpr(float8.LEAST_REST)
-LEAST_B, MOST_LOWERED = tl.constexpr(float8.LEAST_B), tl.constexpr(float8.MOST_LOWERED)
-LARGEST_HALF, LEAST_HALF = tl.constexpr(float8.LARGEST_HALF), tl.constexpr(float8.LEAST_HALF)
-RESTORED = tl.constexpr(float8.RESTORED)
+LEAST_REST = tl.constexpr(numerics.LEAST_REST)
+LEAST_B, MOST_LOWERED = tl.constexpr(numerics.LEAST_B), tl.constexpr(numerics.MOST_LOWERED)
+LARGEST_HALF, LEAST_HALF = tl.constexpr(numerics.LARGEST_HALF), tl.constexpr(numerics.LEAST_HALF)
+RESTORED = tl.constexpr(numerics.RESTORED)
 # Channels of dP beside V's, the fewest that a product can have: parts of -delta, and what they are multiplied by.
 DELTA_CHANNELS = tl.constexpr(16)
 # Those in memory: 16 bytes a query, the shortest row that TMA reads; the others it fills with zeros.

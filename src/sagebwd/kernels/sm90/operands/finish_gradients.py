@@ -22,7 +22,7 @@ from sagebwd.kernels.runtime.program import copy, launch
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale
 from sagebwd.kernels.sm90.operands.norm_rope_codes import SOURCES, macros_of, read_prologue, tables_of
 from sagebwd.kernels.sm90.widths import BackwardTile
-from sagebwd.reference.float8 import RESTORED
+from sagebwd.numerics import RESTORED
 
 
 class Tiles(NamedTuple):

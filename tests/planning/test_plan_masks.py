@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from sagebwd import dispatch, ops, read_block_mask, read_mask, sage_attention
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
-from sagebwd.masks import argument as mask_argument
-from sagebwd.masks.lists import Listed, Lists
+from sagebwd.kernels.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
-from sagebwd.plan import spec_of
+from sagebwd.planning import mask_argument
+from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.lab.training.runs import begin, finish
@@ -36,7 +37,7 @@ from sagebwd.kernels.runtime import program
 from tests.attention_case import leaves as leaves_of
 from tests.attention_case import outcome, tensors_in
 from tests.gpus import as_if_on_hopper
-from tests.test_plan import DEVICE, SHAPE, Kernel, draw
+from tests.planning.test_plan import DEVICE, SHAPE, Kernel, draw
 from tests.threads import at_once
 
 BATCH, HEADS, TOKENS, WIDTH = SHAPE
@@ -331,7 +332,7 @@ def stand_ins(monkeypatch):
     """The kernels of all calls."""
     family = Family()
     monkeypatch.setattr(dispatch, "_module", lambda name: family)
-    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
+    monkeypatch.setattr(auto_choice, "choose", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
     return family
 
 

@@ -1,196 +1,37 @@
-"""Plans: all that follows from a call's specification, computed once.
+"""A plan: who runs the calls of one specification, where forward leaves what backward reads, the programs of both.
 
-A specification has shapes, strides, dtypes, devices, alignment and settings (`spec_of`); never a value, never the
-identity of a user's tensor. A plan says who runs the call, where in its workspace forward leaves what backward reads,
-and has the program of each direction (`sagebwd.kernels.runtime.program`). It keeps no tensor. Calls outside of
-torch.compile and the operators of `sagebwd.ops` run the same plans.
+A specification is of `sagebwd.planning.specification`, where what forward leaves lies of `sagebwd.planning.workspace`,
+a program of `sagebwd.kernels.runtime.program`. A plan keeps no tensor. Calls outside of torch.compile and the
+operators of `sagebwd.ops` run the same plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from sagebwd import checks, dispatch, switches
-from sagebwd.auto import agreement, flops
-from sagebwd.auto.counts import answer, handed_over
-from sagebwd.cache import TAKEN, Cache, layout_of, rounded
+from sagebwd import checks, dispatch
+from sagebwd import sinks as epilogue
+from sagebwd.auto.contenders import handed_over
+from sagebwd.cache import TAKEN, Cache, layout_of
 from sagebwd.call import Call, Prologue, Saved, empty_gradients, empty_like_rows, keeps_inputs
+from sagebwd.counts import answer
+from sagebwd.derivatives import savable
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
-from sagebwd.masks import argument as mask_argument
-from sagebwd.masks.elements import Elements, Left, are_first_keys_apart, restored
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import tensors_in
-from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS, WORDS_BY_KEY, TracedBlockMask
-from sagebwd.recipe import AUTO, FP8, INT8, Recipe
-from sagebwd.reference import sinks as epilogue
+from sagebwd.planning import mask_argument
+from sagebwd.planning.mask_elements import Elements, Left, are_first_keys_apart, restored
+from sagebwd.planning.workspace import pieces_of
 
-PLAIN = (Tensor, torch.nn.Parameter)
-# What every call asks torch, without the way there.
-STRIDED = torch.strided
-_is_traced, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-_is_deterministic = torch._C._get_deterministic_algorithms
-_count_of_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
-_transforms = torch._C._functorch.peek_interpreter_stack
 # Programs of a plan's backward: kinds of dO, and masks whose lists differ in shape.
 MOST_PROGRAMS = 32
-
-
-def kind_of(
-    tensors: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None, recipe: str | Recipe,
-    window: tuple[int, int] | None, settings: tuple[Hashable, ...],
-) -> Hashable | None:  # fmt: skip
-    """A call's specification but for how q, k and v lie in memory, of which torch's own attention knows.
-
-    None where it must take the operators: modes, subclasses, transforms, tracing; and for q, k and v that do not go
-    together, which those refuse. Every call pays for it: what most calls lack is looked for by one comparison.
-
-    Args: tensors, q, k, v, attn_mask, cu_seqlens_q, cu_seqlens_k and sinks, then any others; mask, of a block_mask;
-    settings, all else that a call is given.
-    """
-    if _is_traced():
-        return None
-    if _count_of_modes():
-        flops.register()  # for a mode that counts them
-        return None
-    q, k, v, attn_mask, cu_seqlens_q, _, sinks = tensors[:7]
-    if (
-        _tracing_state() is not None
-        or _transforms() is not None
-        or forward_ad._current_level >= 0
-        or checks.is_divided()
-        or not (q.__class__ in PLAIN and k.__class__ in PLAIN and v.__class__ in PLAIN)
-        or not (q.layout is k.layout is v.layout is STRIDED)
-        or (recipe.__class__ is not str and recipe.__class__ is not Recipe)
-        or (window is not None and window.__class__ is not tuple)
-    ):
-        return None
-    dtype, device, grad = q.dtype, q.device, _is_grad_enabled()
-    if not (k.dtype is v.dtype is dtype and k.device == v.device == device):
-        return None
-    rest = [grad and (q.is_inference() or k.is_inference() or v.is_inference())]  # of which copies are saved
-    if not (attn_mask is cu_seqlens_q is sinks is None and len(tensors) == 7):
-        for x in tensors[3:]:
-            if x is None:
-                rest.append(None)
-            elif (
-                x.__class__ not in PLAIN or x.layout is not STRIDED or x.is_nested or x.is_neg()
-                or x._is_zerotensor()
-            ):  # fmt: skip
-                return None
-            else:
-                rest += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TAKEN, grad and x.is_inference()
-        rest.append(grad and attn_mask is not None and attn_mask.requires_grad)  # which kernels have no place for
-    if window is not None:
-        rest += map(type, window)
-    if mask.__class__ is TracedBlockMask:
-        rest += TracedBlockMask, mask.shape, mask.lists.indices.device
-    elif mask is not None:
-        elements, tiles, blocks, keys = mask.tensors
-        first = elements if tiles is None else tiles
-        rest += tiles is None, mask.queries, first.shape, first.stride(), elements.dtype, blocks.shape, keys.shape
-        rest += elements.device, first.device, blocks.device, keys.device
-    if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
-        trains = grad and (
-            q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-        )
-        rest += trains, _is_deterministic()
-        if q.is_cuda and agreement.due() is not None:
-            dispatch.check_agreement(device)
-    on = switches.current
-    try:
-        return (
-            recipe, window, settings, *map(type, settings), on.disabled, on.backward_16bit, on.deterministic, q.shape,
-            k.shape, v.shape, dtype, device, *rest,
-        )  # fmt: skip
-    except RuntimeError:  # a nested tensor has no shape
-        return None
-
-
-def laid_out(kind: Hashable | None, tensors: tuple[Tensor | None, ...]) -> Hashable | None:
-    """A kind of call with how q, k and v lie: its specification; None where it must take the operators.
-
-    Those know the shapes of tensors on the device meta, and what signs and zeros that torch keeps apart stand for.
-    """
-    q, k, v = tensors[:3]
-    if kind is None or q.is_meta:
-        return None
-    spec = [kind]
-    for x in (q, k, v):
-        if x.is_neg() or x._is_zerotensor():
-            return None
-        spec += x.stride(), x.data_ptr() % TAKEN
-    return tuple(spec)
-
-
-def spec_of(
-    tensors: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None, recipe: str | Recipe,
-    window: tuple[int, int] | None, *settings: Hashable,
-) -> Hashable | None:  # fmt: skip
-    """A call's specification, or None, by one function; arguments as of `kind_of`."""
-    return laid_out(kind_of(tensors, mask, recipe, window, settings), tensors)
-
-
-class Piece(NamedTuple):
-    """A tensor of a workspace: where it begins, its bytes there, its dtype and shape."""
-
-    offset: int
-    room: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def of(self, workspace: Tensor) -> Tensor:
-        """The tensor."""
-        size = self.dtype.itemsize
-        for n in self.shape:
-            size = size * n
-        return workspace[self.offset : self.offset + size].view(self.dtype).view(self.shape)
-
-
-def pieces_of(
-    choice: Choice, dims: tuple[int, int], q: Tensor, k: Tensor, sequences: int | None, sinks: bool, norm: bool = False
-) -> tuple[dict[str, Piece], int]:
-    """What a workspace holds of `sagebwd.call.Saved`, and its bytes.
-
-    Args: q and k, or tensors that lie like them but for their last dimension; sequences, where they are packed; norm,
-    whether the call has one of its own (`sagebwd.call.Prologue`).
-    """
-    recipe, kernels = choice.recipe, choice.forward.impl != "reference"
-    rows_q, rows_k = tuple(q.shape[:-1]), tuple(k.shape[:-1])
-    packed = sequences is not None
-    tokens_q, tokens_k = (rows[::-1] if packed else rows for rows in (rows_q, rows_k))
-    (width, _), _ = choice.forms(*dims)
-    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-    wanted: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
-    if kernels and INT8 in (recipe.s, recipe.dk):
-        wanted += ("q_int8", torch.int8, (*rows_q, width), 1), ("q_scale", torch.float32, tokens_q, 1)
-    if kernels and INT8 in (recipe.s, recipe.dq):
-        wanted += ("k_int8", torch.int8, (*rows_k, width), 1), ("k_scale", torch.float32, tokens_k, 1)
-    if kernels and recipe.dv == FP8:
-        wanted.append(("row_max", torch.float32, tokens_q, 1))
-    # `launch_statistics` writes V's mean behind K's
-    means = 2 if choice.forward.impl in ("triton", "mma_sync") else 1
-    batch = sequences if packed else k.shape[0]
-    wanted.append(("k_mean", accumulator, (batch, k.shape[1], dims[0]), means))
-    if norm:
-        for name, tokens in (("q_inverse_rms", tokens_q), ("k_inverse_rms", tokens_k)):
-            wanted.append((name, torch.float32, tokens, 1))
-    if sinks:
-        wanted.append(("weight", accumulator, tokens_q, 1))
-    pieces, end = {}, 0
-    for name, dtype, shape, times in wanted:
-        size = dtype.itemsize * times
-        for n in shape:
-            size = size * n
-        pieces[name] = Piece(end, size, dtype, shape)
-        end = end + rounded(size)
-    return pieces, end
 
 
 class _Read(NamedTuple):
@@ -231,11 +72,11 @@ class Plan:
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
         self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None, prologue=None)
         norm = call.prologue is not None and call.prologue.eps is not None
-        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward.impl)
+        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward)
         sequences = queries.batch if call.packed else None
         self.pieces, self.bytes = pieces_of(choice, (call.head_dim, call.value_dim), q, k, sequences, sinks, norm)
         self.is_empty = q.numel() == 0 or k.numel() == 0
-        by_kernels = "reference" not in (choice.forward.impl, choice.backward.impl)
+        by_kernels = not (choice.forward.in_torch or choice.backward.in_torch)
         self.describes_masks = by_kernels and not are_first_keys_apart(choice, call)
         self.padding = None if padding is None else (padding.shape, padding.stride())
         self.elements = None if elements is None or self.is_empty else Elements.of(elements, choice, call)
@@ -270,7 +111,7 @@ class Plan:
         if mask.__class__ is TracedBlockMask:
             traced, mask = self._as_read(FORWARD, mask)
         workspace = torch.empty(self.bytes, dtype=torch.uint8, device=q.device)
-        if self.is_empty or self.choice.forward.impl == "reference":
+        if self.is_empty or self.choice.forward.in_torch:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return *self._forward_in_torch(call, q, k, v, sinks, workspace), workspace
         unread = mask is not None and mask.is_unread
@@ -306,7 +147,7 @@ class Plan:
         traced = None
         if mask.__class__ is TracedBlockMask:
             traced, mask = self._as_read(BACKWARD, mask)
-        if self.is_empty or self.choice.backward.impl == "reference":
+        if self.is_empty or self.choice.backward.in_torch:
             call = self._call(key_mask, mask, cu_seqlens_q, cu_seqlens_k)
             return self._backward_in_torch(call, do, dlse, q, k, v, o, lse, workspace)
         unread = mask is not None and mask.is_unread
@@ -348,8 +189,7 @@ class Plan:
 
     def _form(self, direction: str) -> str:
         """How the kernels of a direction read tiles of a BlockMask."""
-        row = self.choice.forward if direction == FORWARD else self.choice.backward
-        return ELEMENTS if row.impl != "hopper" else WORDS if direction == FORWARD else WORDS_BY_KEY
+        return (self.choice.forward if direction == FORWARD else self.choice.backward).mask_form
 
     def _with_mask(self, direction: str, traced: TracedBlockMask, call: Call) -> Call:
         """The call with what its kernels read of a BlockMask; in a description."""
@@ -486,91 +326,3 @@ def _without_autocast(device: torch.device) -> AbstractContextManager:
     """Where torch's products are computed as they are asked for."""
     available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
-
-
-_AS_IT_IS = nullcontext()
-
-
-def device_of(x: Tensor) -> AbstractContextManager:
-    """Where kernels launch: on x's GPU, whichever is the current one."""
-    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
-        return _AS_IT_IS
-    return torch.cuda.device(x.device)
-
-
-def savable(x: Tensor | None) -> Tensor | None:
-    """x, or a copy where it was made in inference mode: autograd saves no such tensor."""
-    return x.clone() if x is not None and x.is_inference() else x
-
-
-class SageAttention(torch.autograd.Function):
-    """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
-
-    @staticmethod
-    def forward(ctx, plan, mask, with_lse, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
-        """`Plan.forward`; o alone but ``with_lse``: autograd wraps every output, and again when it is unpacked."""
-        masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
-        with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, True)
-        keep_q, keep_k = plan.keeps
-        ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
-        ctx.weights = len(prologue[2:])
-        # a mask that the user has read stays as it is; of others autograd watches what backward reads for writes
-        ctx.mask, watched = (mask, [None]) if mask is None or mask.is_kept else mask.without_watched()
-        ctx.set_materialize_grads(False)
-        inputs = q if keep_q else None, k if keep_k else None, v
-        rest = key_mask, cu_seqlens_q, cu_seqlens_k, *prologue[2:], *watched
-        ctx.save_for_backward(*map(savable, inputs), o, lse, workspace, *map(savable, rest))
-        if not with_lse:
-            return o
-        ctx.mark_non_differentiable(workspace)
-        return o, lse, workspace
-
-    @staticmethod
-    def backward(ctx, do, dlse=None, _=None):
-        """`Plan.backward`."""
-        if do is None and dlse is None:
-            return (None,) * len(ctx.needs_input_grad)
-        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, *tensors = ctx.saved_tensors
-        tensors, watched = tensors[: ctx.weights], tensors[ctx.weights :]
-        mask = ctx.mask if watched[0] is None else ctx.mask.with_watched(watched)
-        do = torch.zeros_like(o) if do is None else do
-        prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
-        create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(v):
-            masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
-            dq, dk, dv, *weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
-        weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
-        gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[6] else None, *weights]
-        if create_graph:
-            gradients = once_differentiable((o, do, dlse), gradients)
-        rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
-        return None, None, None, *gradients[:4], None, None, None, *rest
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients as they are; who differentiates them again is told."""
-
-    @staticmethod
-    def forward(ctx, gradients, *causes):
-        return tuple(gradient.clone() for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(
-            "second derivatives of sagebwd's attention (create_graph=True, a gradient penalty) are not supported; use "
-            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
-
-
-def once_differentiable(
-    causes: Iterable[Tensor | None], gradients: Iterable[Tensor | None]
-) -> list[Tensor | None]:  # fmt: skip
-    """Gradients that raise NotImplementedError where they are differentiated again.
-
-    causes: all that they depend on, or what depends on that itself: autograd asks no node which leads only elsewhere.
-    The output stands for every input of a call, but not for what came to its backward: dO depends on what is behind.
-    """
-    gradients = list(gradients)
-    found = iter(_OnceDifferentiable.apply([x for x in gradients if x is not None], *causes))
-    return [None if x is None else next(found) for x in gradients]

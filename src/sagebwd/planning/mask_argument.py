@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from sagebwd import checks
-from sagebwd.masks import sm90_block_lists
-from sagebwd.masks.mask import Mask, of_tensor
+from sagebwd.kernels.masks import sm90_block_lists
+from sagebwd.kernels.masks.blocks import of_tensor
+from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask, refuse_in_capture
+from sagebwd.masks.kinds import WORDS, WORDS_BY_KEY
+from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.tiles import elements_of_block_mask, tiles_of
-from sagebwd.masks.traced_block_mask import TracedBlockMask, refuse_in_capture
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -95,8 +97,10 @@ def read(
     if mask is None:
         if padding:
             return elements[:, 0, 0].expand(shape[0], shape[3]), None
-        if choice is not None and "hopper" in (choice.forward.impl, choice.backward.impl):
-            by_query, by_key = choice.forward.impl == "hopper", by_key and choice.backward.impl == "hopper"
+        words = (None, None) if choice is None else (choice.forward.mask_form, choice.backward.mask_form)
+        by_query, reads_by_key = words[0] == WORDS, words[1] == WORDS_BY_KEY
+        if by_query or reads_by_key:
+            by_key = by_key and reads_by_key
             mask = sm90_block_lists.read(elements, shape[0], shape[2:], by_query=by_query, by_key=by_key)
             return _keys(mask.keys, shape), mask
         blocks, keys = torch.ops.sagebwd.mask_blocks(elements)

@@ -1,7 +1,6 @@
-"""Block lists of a mask made on a GPU, a program a list: the numbers of `lists`, `sm90_block_lists` and `work_splits`
-of `sagebwd.masks`, which make them with torch.
+"""Block lists of a mask made on a GPU, a program a list: of `lists`, `sm90_block_lists` and `work_splits` here.
 
-Every number is theirs, those beyond a list's counts too: the backward looks at a list's first block before it knows
+Every number is settled, those beyond a list's counts too: the backward looks at a list's first block before it knows
 that there is one. Blocks are put in their order by cumulative sums, `CHUNK` after `CHUNK`.
 """
 
@@ -12,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd.kernels.masks import work_splits
+from sagebwd.kernels.runtime import program
 from sagebwd.masks import mask as masks
-from sagebwd.masks import sm90_block_lists, work_splits
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask_blocks import program
 
 BLOCK, STORED = tl.constexpr(masks.BLOCK), tl.constexpr(masks.TILE)
 SKIP, WHOLE = tl.constexpr(masks.SKIP), tl.constexpr(masks.WHOLE)
-HEAD_BIT, LENGTHS = tl.constexpr(sm90_block_lists.HEAD_BIT), tl.constexpr(sm90_block_lists.LENGTHS)
+HEAD_BIT, LENGTHS = tl.constexpr(work_splits.HEAD_BIT), tl.constexpr(work_splits.LENGTHS)
 ENTRY, FIELDS = tl.constexpr(work_splits.ENTRY), tl.constexpr(work_splits.FIELDS)
 # Blocks of a list that are looked at together; lists whose lengths are.
 CHUNK, LISTS = 128, 1024
@@ -30,27 +29,25 @@ OF_LISTS = ["stride_batch", "stride_head", "stride_row", "all_heads", "columns"]
 
 
 def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Tensor:
-    """The lists of `sagebwd.masks.sm90_block_lists.of_queries`; blocks, of the mask."""
-    return program().run(_query_lists, blocks, key_mask, tokens, band, tile)[0]
+    """The lists of `sm90_block_lists.of_queries`; blocks, of the mask."""
+    return program.run(_query_lists, blocks, key_mask, tokens, band, tile)[0]
 
 
 def of_keys(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
     group: int, heads: int, interleave_heads: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The lists of `sagebwd.masks.sm90_block_lists.of_keys`, and their splits if heads is not 0; tiles, of words."""
+    """The lists of `sm90_block_lists.of_keys`, and their splits if heads is not 0; tiles, of words."""
     limits = work_splits.MOST, work_splits.LEAST
-    return program().run(
-        _key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads, limits
-    )
+    return program.run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads, limits)
 
 
 def lists_of(
     blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, last: Tensor | None, tokens: tuple[int, int],
     tile: tuple[int, int], band: Band, by_key: bool,
 ) -> Tensor:  # fmt: skip
-    """The lists of `sagebwd.masks.lists.lists_of`; last (B,), of the first keys that are apart."""
-    return program().run(_lists, blocks, tiles, key_mask, last, tokens, tile, band, by_key)[0]
+    """The lists of `lists.lists_of`; last (B,), of the first keys that are apart."""
+    return program.run(_lists, blocks, tiles, key_mask, last, tokens, tile, band, by_key)[0]
 
 
 def _lists(
@@ -64,7 +61,7 @@ def _lists(
     stored = (tiles, *(_strides(tiles, 4) if tiles is not None else (0,) * 4))
     given = *_seen(blocks, key_mask, tokens, band), last, *stored, lists, heads, length
     options = {"BY_KEY": by_key, "TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
-    program().launch(_lists_kernel, (batch * heads * of_lists,), *given, **options)
+    program.launch(_lists_kernel, (batch * heads * of_lists,), *given, **options)
     return (lists,)
 
 
@@ -75,7 +72,7 @@ def _query_lists(
     lists = torch.empty(batch, heads, rows, 2 + columns, dtype=torch.int32, device=blocks.device)
     seen = _seen(blocks, key_mask, tokens, band)
     options = {"TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
-    program().launch(_query_lists_kernel, (batch * heads * rows,), *seen, lists, heads, **options)
+    program.launch(_query_lists_kernel, (batch * heads * rows,), *seen, lists, heads, **options)
     return (lists,)
 
 
@@ -88,10 +85,10 @@ def _key_lists(
     options = {"TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
     seen = _seen(blocks, key_mask, tokens, band)
     codes = torch.empty(batch, of_blocks, columns, rows, dtype=torch.int32, device=blocks.device)
-    program().launch(_codes_kernel, (batch * of_blocks * rows,), *seen, codes, of_blocks, **options)
-    length = -(-(work_splits.ENTRY * (1 + group * rows)) // sm90_block_lists.LENGTHS) * sm90_block_lists.LENGTHS
+    program.launch(_codes_kernel, (batch * of_blocks * rows,), *seen, codes, of_blocks, **options)
+    length = -(-(work_splits.ENTRY * (1 + group * rows)) // work_splits.LENGTHS) * work_splits.LENGTHS
     lists = torch.empty(batch, of_lists, columns, length, dtype=torch.int32, device=blocks.device)
-    program().launch(
+    program.launch(
         _key_lists_kernel,
         (batch * of_lists * columns,),
         codes,
@@ -114,7 +111,7 @@ def _work_splits(lists: Tensor, heads: int, interleave_heads: bool, most: int, l
     programs = torch.empty(count + most, work_splits.FIELDS, dtype=torch.int32, device=device)
     places = torch.empty(count, 3, dtype=torch.int32, device=device)
     given = lists, *_strides(lists, 3), batch * heads, heads, columns, places, programs
-    program().launch(
+    program.launch(
         _places_kernel,
         (1,),
         *given,
@@ -124,7 +121,7 @@ def _work_splits(lists: Tensor, heads: int, interleave_heads: bool, most: int, l
         LISTS=LISTS,
         num_warps=8,
     )
-    program().launch(_shares_kernel, (count,), *given, CHUNK=32, num_warps=1)
+    program.launch(_shares_kernel, (count,), *given, CHUNK=32, num_warps=1)
     return programs
 
 

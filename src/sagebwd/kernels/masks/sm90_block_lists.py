@@ -13,17 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sagebwd.masks import mask as masks
+from sagebwd.kernels.masks import blocks as maps
 from sagebwd.masks.band import Band
-from sagebwd.masks.lists import order_of
-from sagebwd.masks.mask import ROWS, TILE, Mask, blocks_of, shown
+from sagebwd.masks.mask import ROWS, TILE, Mask, shown
 from sagebwd.masks.parts import PartsOfCall
-from sagebwd.masks.work_splits import work_splits_of
-
-# Where a listed block of queries has its head, of those that share a key head.
-HEAD_BIT = 20
-# The backward's lists are multiples of so many numbers: strides of whole 16 numbers are one kernel's.
-LENGTHS = 16
 
 
 class BlockLists(NamedTuple):
@@ -32,11 +25,11 @@ class BlockLists(NamedTuple):
     lists: (B or 1, H or 1, programs, ...) int32, a list each: how many blocks are seen in part, how many whole, and
     which, those in part first; the rest is never read. The forward has tiles of queries, and one block at least in
     part. The backward has key heads and blocks of keys, and its lists are of quadruples: a count in the first, then of
-    each block of queries its number with its head above `HEAD_BIT`, its tile, and how many blocks of keys behind the
-    program's its queries see.
+    each block of queries its number with its head above `work_splits.HEAD_BIT`, its tile, and how many blocks of keys
+    behind the program's its queries see.
     words: (tiles, TILE, 4) int32. tiles: (B or 1, H or 1, N / TILE, M / TILE) int32, which of the words' is there.
     bias: the mask's elements where these are added, (B or 1, H or 1, N or 1, M), whose last stride is 1.
-    work_splits: `sagebwd.masks.work_splits.work_splits_of`, of the backward where its lists may be cut.
+    work_splits: of `sagebwd.kernels.masks.work_splits`, of the backward where its lists may be cut.
     """
 
     lists: Tensor
@@ -47,25 +40,14 @@ class BlockLists(NamedTuple):
 
 
 def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> BlockLists:
-    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.masks.lists.order_of`."""
+    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.kernels.masks.lists.lists_of`."""
+    from sagebwd.kernels.masks import list_kernels
+
     settings = tokens, band, tile
-    lists = mask.made(("queries", len(key_mask), *settings), lambda: query_lists(mask.blocks, key_mask, *settings))
+    lists = mask.made(
+        ("queries", len(key_mask), *settings), lambda: list_kernels.of_queries(mask.blocks, key_mask, *settings)
+    )
     return BlockLists(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
-
-
-def query_lists(
-    blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
-) -> Tensor:
-    """The lists of `of_queries`; blocks, of the mask."""
-    if masks.by_kernels(blocks):
-        from sagebwd.masks import list_kernels
-
-        return list_kernels.of_queries(blocks, key_mask, tokens, band, tile)
-    order = order_of(blocks, key_mask, tokens, tile, band)
-    in_part, whole = _counts(order)
-    # the kernel's first step is one with masks, whose bits say that the block is whole, or that nothing is seen
-    missing = (in_part == 0).int()
-    return torch.cat([in_part + missing, (whole - missing).clamp(min=0), _in_part_first(order).int()], -1)
 
 
 def of_keys(
@@ -73,48 +55,15 @@ def of_keys(
     heads: int = 0, interleave_heads: bool = False,
 ) -> BlockLists:  # fmt: skip
     """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
-    programs then come ``interleave_heads`` or not (`sagebwd.masks.work_splits.work_splits_of`)."""
+    programs then come ``interleave_heads`` or not (`sagebwd.kernels.masks.work_splits`)."""
+    from sagebwd.kernels.masks import list_kernels
+
     words, tiles = _bits(mask, tokens, True)
     settings = tokens, band, tile, group, heads, interleave_heads
     lists, work_splits = mask.made(
-        ("keys", len(key_mask), *settings), lambda: key_lists(mask.blocks, tiles, key_mask, *settings)
+        ("keys", len(key_mask), *settings), lambda: list_kernels.of_keys(mask.blocks, tiles, key_mask, *settings)
     )
     return BlockLists(lists, words, tiles, _bias(mask, tokens[1]), work_splits)
-
-
-def key_lists(
-    blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int = 0, interleave_heads: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The lists of `of_keys`, and their work splits if heads is not 0; blocks, of the mask; tiles, of the words."""
-    if masks.by_kernels(blocks):
-        from sagebwd.masks import list_kernels
-
-        return list_kernels.of_keys(blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads)
-    order = order_of(blocks, key_mask, tokens, tile, band)
-    q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
-    seen = (order > 0).int()
-    rank = seen.flip(-1).cumsum(-1).flip(-1) - seen
-    number = torch.arange(order.shape[2], device=order.device)[:, None]
-    order, of_tile, rank = (
-        _by_key(x, group) for x in torch.broadcast_tensors(order, tiles[:, :, q[:, None], k], rank)
-    )
-    entry = number + (torch.arange(group, device=order.device) << HEAD_BIT)[:, None, None]
-    entry = entry.expand(group, len(number), order.shape[2]).flatten(0, 1).mT.expand_as(order)
-    found = torch.stack([entry, of_tile, rank, torch.zeros_like(rank)], -1)
-    found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
-    lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
-    lists = F.pad(lists, (0, -lists.shape[-1] % LENGTHS))
-    return lists, work_splits_of(lists, len(key_mask), heads, interleave_heads) if heads else None
-
-
-def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each list are seen in part, and whole."""
-    return tuple((order == state).sum(-1, keepdim=True).int() for state in (1, 2))
-
-
-def _in_part_first(order: Tensor) -> Tensor:
-    return torch.argsort((order - 1) % 3, dim=-1, stable=True)
 
 
 def _bias(mask: Mask, tokens_k: int) -> Tensor | None:
@@ -137,22 +86,15 @@ def _lies_otherwise(elements: Tensor, tokens_k: int) -> bool:
     return elements.dtype == torch.float64 or elements.shape[3] != tokens_k or strided
 
 
-def _by_key(x: Tensor, group: int) -> Tensor:
-    """(B, H or 1, n, m) as (B, key heads or 1, m, group * n)."""
-    heads = x.shape[1]
-    x = x.expand(-1, group, -1, -1) if heads == 1 else x
-    return x.unflatten(1, (-1, group)).flatten(2, 3).mT.contiguous()
-
-
 def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: bool, by_key: bool) -> Mask:
     """The mask of a call's elements in four dimensions: on a GPU by one pass, with the bits that will be read.
 
     by_query, by_key: whether kernels will read bits of rows of queries, and of keys.
     """
-    from sagebwd.masks import mask_blocks
+    if not maps.takes(elements):
+        return Mask(elements, None, *maps.blocks_of(elements), PartsOfCall())
+    from sagebwd.kernels.masks import mask_blocks
 
-    if not mask_blocks.takes(elements):
-        return Mask(elements, None, *blocks_of(elements), PartsOfCall())
     found = mask_blocks.read(elements.expand(-1, -1, *tokens), batch, words=by_query, words_by_key=by_key)
     parts = PartsOfCall()
     for by_key, words in enumerate((found.words, found.words_by_key)):
@@ -163,10 +105,8 @@ def read(elements: Tensor, batch: int, tokens: tuple[int, int], *, by_query: boo
 
 def reads_as_it_lies(elements: Tensor, tokens_k: int) -> bool:
     """Whether kernels read a call's elements in four dimensions by one pass, and what they add where it lies."""
-    from sagebwd.masks import mask_blocks
-
     adds = elements.dtype != torch.bool
-    return mask_blocks.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
+    return maps.takes(elements) and not (adds and _lies_otherwise(elements, tokens_k))
 
 
 def _bits(mask: Mask, tokens: tuple[int, int], by_key: bool) -> tuple[Tensor, Tensor]:
@@ -186,11 +126,10 @@ def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
 
     And which of them each tile's are, (B, H, N / TILE, M / TILE) int32.
     """
-    if masks.by_kernels(elements):
-        from sagebwd.masks import mask_blocks
+    if maps.takes(elements):
+        from sagebwd.kernels.masks import mask_blocks
 
-        if mask_blocks.takes(elements):
-            return mask_blocks.words_of(elements, by_key)
+        return mask_blocks.words_of(elements, by_key)
     words = []
     for rows in elements.split(ROWS, 2):
         x = F.pad(shown(rows), (0, -rows.shape[3] % TILE, 0, -rows.shape[2] % TILE))

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-from sagebwd import dispatch
 from sagebwd.arguments import choice_of, packed_choice_of
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import agreement, model, peers
+from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
-from sagebwd.auto.model import DIRECTIONS, FULL, KINDS, MASK, PADDING, WINDOW, Size, Times, widths_text
+from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
+from sagebwd.masks.kinds import FULL, KINDS, MASK, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 
 # In words, where the kind's own name is none.
@@ -99,12 +100,13 @@ def _explained(asked: Callable, choice_of: Callable, arguments: tuple, options: 
 
 
 def explained(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str | None = None) -> Explanation:
-    """An answer of `sagebwd.dispatch.choose`, with its reason; recipe: as it was asked for."""
+    """An answer of `sagebwd.auto.choice.choose`, with its reason; recipe: as it was asked for."""
     why = _why(choice, ask, size, recipe, card)
     forms = choice.forms(ask.head_dim, ask.value_dim)
     decides = recipe == AUTO and ask.device.type == "cuda" and card is None
-    digest = agreement.digest(dispatch.facts_of(ask.device)) if decides else None
-    return Explanation(str(choice.recipe), *choice.runs, forms, why, digest)
+    digest = agreement.digest(auto_choice.facts_of(ask.device)) if decides else None
+    runs = (choice.forward.impl, choice.backward.impl) if choice.contender not in PEERS else (choice.contender,) * 2
+    return Explanation(str(choice.recipe), *runs, forms, why, digest)
 
 
 def digest_line(digest: str) -> str:
@@ -122,7 +124,7 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
     if choice.contender is not None and ask.only_torch is not None:
         return f"torch's own attention alone takes {ask.only_torch}"
     on_gpu = ask.device.type == "cuda"
-    times = dispatch.times_of(ask, card) if on_gpu and size is not None else None
+    times = auto_choice.times_of(ask, card) if on_gpu and size is not None else None
     if size is None or not (size.by_torch or times):
         runs = "" if on_gpu else f", so the reference runs it in full precision on {ask.device}"
         return f"torch has nothing that computes the same, or the switch deterministic is on{runs}"
@@ -137,8 +139,8 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
 
 
 def _untimed(ask: Ask, card: str | None) -> str:
-    name = card or dispatch.card_of(ask.device)
-    if card is None and not dispatch.known_of(ask.device):
+    name = card or auto_choice.card_of(ask.device)
+    if card is None and not auto_choice.known_of(ask.device):
         return (
             f"nobody has timed low precision on {name} with torch {torch.__version__} and this sagebwd; "
             "`sagebwd doctor --measure` does, in a few minutes"
@@ -172,14 +174,14 @@ def _other_peers(choice: Choice, ask: Ask, size: Size, times: Times, card: str |
         timed = peer in times.full
         if choice.contender == peer or not (timed or (card is None and peers.module_of(peer))):
             continue
-        why = dispatch.why_not(peer, ask, times, card)
+        why = auto_choice.why_not(peer, ask, times, card)
         if why is None and not peers.fits(ask.kind, size):
             why = "has no such mask"
         if why is None and card is not None and full_ms[peer] < taken:
             why, taken = "runs it where it is installed", full_ms[peer]
         if why is not None:
             told.append(f"; {NAMES[peer]} {why}")
-    if CUDNN in times.full and size.by_torch and dispatch.is_wrong(CUDNN, ask, size):
+    if CUDNN in times.full and size.by_torch and auto_choice.is_wrong(CUDNN, ask, size):
         told.append(f"; {NAMES[CUDNN]} may give NaN in gradients under a mask of {size.keys} keys")
     return "".join(told)
 

@@ -7,17 +7,10 @@ import logging
 from collections import Counter
 from functools import cache
 
-from sagebwd.auto.contenders import NAMES, PEERS
-
 # Calls by answer, such as "mixed on hopper" and `TORCH`. What torch.compile traced is not counted: a graph cannot hold
 # the side effect.
 counts: Counter[str] = Counter()
 TORCH = "full precision on torch"
-
-
-def handed_over(contender: str) -> str:
-    """What a call that one of `sagebwd.auto.contenders` ran is counted as."""
-    return f"full precision on {NAMES[contender]}" if contender in PEERS else TORCH
 
 
 def answer(recipe: str, impl: str) -> str:

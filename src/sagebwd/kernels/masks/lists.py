@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sagebwd.masks import mask as masks
+from sagebwd.kernels.masks import list_kernels
 from sagebwd.masks.band import Band
-from sagebwd.masks.mask import BLOCK, SKIP, TILE, WHOLE, Mask
+from sagebwd.masks.mask import TILE, Mask
 
 
 class Listed(NamedTuple):
@@ -56,58 +55,16 @@ def lists_of(
     blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
     by_key: bool = False, first_keys: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Lists of every tile[0] queries, or by_key of every tile[1] keys; arguments as of `order_of`.
+    """Lists of every tile[0] queries, or by_key of every tile[1] keys.
 
-    tiles: of `sagebwd.masks.mask.Mask`.
+    Args: blocks and tiles of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile,
+    queries and keys; first_keys, how many of the first keys that count are left out, fewer than a tile has. The last
+    one's tile is then in part; another's is already, as it has keys that do not count.
 
     Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
     """
-    if masks.by_kernels(blocks):
-        from sagebwd.masks import list_kernels
-
-        last = last_of(key_mask, first_keys) if first_keys else None
-        return list_kernels.lists_of(blocks, tiles, key_mask, last, tokens, tile, band, by_key)
-    order = order_of(blocks, key_mask, tokens, tile, band, first_keys)
-    if tiles is not None:
-        q, k = (torch.arange(n, device=blocks.device) * size // TILE for n, size in zip(order.shape[2:], tile))
-        tiles = tiles[:, :, q[:, None], k]
-    if by_key:
-        order, tiles = order.mT, None if tiles is None else tiles.mT
-    listed = torch.argsort(order, dim=-1, descending=True, stable=True)
-    found = [(order == 2).sum(-1, keepdim=True), (order == 1).sum(-1, keepdim=True), listed]
-    if tiles is not None:
-        found.append(tiles.expand_as(listed).gather(-1, listed))
-    return torch.cat(found, -1).int()
-
-
-def order_of(
-    blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
-    first_keys: int = 0,
-) -> Tensor:  # fmt: skip
-    """How much of each tile of queries and keys is seen: 2 where all of it is, 1 in part, 0 nothing.
-
-    Args: blocks of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile, queries and
-    keys; first_keys, how many of the first keys that count are left out, fewer than a tile has. The last one's tile is
-    then in part; another's is already, as it has keys that do not count.
-
-    Returns: (B or 1, H or 1, tiles of queries, tiles of keys) int32.
-    """
-    shape = [-(-n // BLOCK) for n in tokens]
-    blocks = blocks.expand(-1, -1, *shape)
-    visible, whole = _coarse(blocks, tile, SKIP).amax(-1) != SKIP, _coarse(blocks, tile, WHOLE).amin(-1) == WHOLE
-    q, k = (torch.arange(count, device=blocks.device) * size for count, size in zip(visible.shape[2:], tile))
-    nearest, farthest = k[None, :] - (q + tile[0] - 1)[:, None], (k + tile[1] - 1)[None, :] - q[:, None]
-    if band.lower is not None:
-        visible, whole = visible & (farthest >= band.lower), whole & (nearest >= band.lower)
-    if band.upper is not None:
-        visible, whole = visible & (nearest <= band.upper), whole & (farthest <= band.upper)
-    counts = F.pad(key_mask, (0, -tokens[1] % tile[1])).unflatten(1, (-1, tile[1]))[:, None, None]
-    visible, whole = visible & counts.any(-1), whole & counts.all(-1)
-    if tokens[0] % tile[0]:
-        whole = whole & (q + tile[0] <= tokens[0])[:, None]
-    if first_keys:
-        whole = whole & (last_of(key_mask, first_keys)[:, None, None, None] // tile[1] != k // tile[1])
-    return visible.int() + (whole & visible).int()
+    last = last_of(key_mask, first_keys) if first_keys else None
+    return list_kernels.lists_of(blocks, tiles, key_mask, last, tokens, tile, band, by_key)
 
 
 def first_of(key_mask: Tensor, count: int) -> Tensor:
@@ -133,10 +90,3 @@ def _first_elements(mask: Mask, key_mask: Tensor, tokens_q: int, count: int) -> 
     if elements.shape[3] == 1:
         return elements.expand(-1, -1, -1, count).contiguous()
     return elements.gather(3, first.expand(-1, heads, tokens_q, -1))
-
-
-def _coarse(blocks: Tensor, tile: tuple[int, int], padding: int) -> Tensor:
-    """(B, H, n, m, blocks in a tile) of a map's blocks."""
-    q, k = (size // BLOCK for size in tile)
-    blocks = F.pad(blocks, (0, -blocks.shape[3] % k, 0, -blocks.shape[2] % q), value=padding)
-    return blocks.unflatten(3, (-1, k)).unflatten(2, (-1, q)).transpose(3, 4).flatten(4)

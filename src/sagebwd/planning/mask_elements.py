@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from sagebwd.masks import sm90_block_lists
+from sagebwd.kernels.masks import sm90_block_lists
+from sagebwd.masks.kinds import WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.recipe import INT8
@@ -33,7 +34,7 @@ class Left(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """How an attn_mask is seen in four dimensions, and whether forward and backward read bits (Hopper's kernels)."""
+    """How an attn_mask is seen in four dimensions, and whether forward and backward read bits."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,11 +44,10 @@ class Elements(NamedTuple):
     @classmethod
     def of(cls, elements: Tensor, choice: Choice, call: Call) -> Elements | None:
         """Of a mask in four dimensions; None where it is read before: by torch, or copied, or for keys apart."""
-        forward, backward = choice.forward.impl, choice.backward.impl
-        by_query, by_key = forward == "hopper", backward == "hopper"
+        by_query, by_key = choice.forward.mask_form == WORDS, choice.backward.mask_form == WORDS_BY_KEY
         apart = are_first_keys_apart(choice, call)
         lies = sm90_block_lists.reads_as_it_lies(elements, call.keys.tokens)
-        if "reference" in (forward, backward) or apart or not lies:
+        if choice.forward.in_torch or choice.backward.in_torch or apart or not lies:
             return None
         return cls(elements.shape, elements.stride(), by_query, by_key)
 
@@ -69,7 +69,7 @@ class Elements(NamedTuple):
 
 def are_first_keys_apart(choice: Choice, call: Call) -> bool:
     """Whether kernels read a mask's elements of the first keys apart, which operators of torch find."""
-    return bool(call.recipe.first_keys and call.recipe.o == INT8 and choice.forward.impl != "hopper")
+    return bool(call.recipe.first_keys and call.recipe.o == INT8)
 
 
 def restored(elements: Tensor, left: Left, call: Call) -> Call:

@@ -1,14 +1,11 @@
 """Block map, visible keys and bit words of a mask, by one GPU pass over its elements, one program a tile.
 
-The same numbers as `sagebwd.masks.mask.blocks_of` and `sagebwd.masks.sm90_block_lists.words_of`, which compute them
-with torch on a CPU.
+The same numbers as `sagebwd.masks.mask.blocks_of` and `sagebwd.kernels.masks.sm90_block_lists.words_of`, which compute
+them with torch on a CPU.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -16,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd.kernels.runtime import program
 from sagebwd.masks import mask as masks
 
 TILE, BLOCK = tl.constexpr(masks.TILE), tl.constexpr(masks.BLOCK)
 SIDE = tl.constexpr(masks.TILE // masks.BLOCK)
 SKIP, MASKED, WHOLE = tl.constexpr(masks.SKIP), tl.constexpr(masks.MASKED), tl.constexpr(masks.WHOLE)
-DTYPES = torch.bool, torch.float16, torch.bfloat16, torch.float32
 # Multiples of which Triton tells its compiler, and arguments of which it is told nothing.
 _UNIT = 16
 _OF_LENGTHS = ["stride_batch", "stride_head", "stride_q", "tiles_q", "tiles_k", "tokens_q", "tokens_k"]
@@ -42,17 +39,6 @@ class Pass(NamedTuple):
     tiles: Tensor | None
 
 
-@cache
-def program() -> ModuleType:
-    """What describes launches once and repeats them."""
-    return importlib.import_module("sagebwd.kernels.runtime.program")
-
-
-def takes(elements: Tensor) -> bool:
-    """Whether the pass runs on a mask's elements."""
-    return masks.by_kernels(elements) and elements.dtype in DTYPES and elements.numel() > 0
-
-
 def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
     """`sagebwd.masks.mask.blocks_of` a tensor in four dimensions."""
     found = read(elements, elements.shape[0])
@@ -60,7 +46,7 @@ def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
-    """`sagebwd.masks.sm90_block_lists.words_of` a tensor in four dimensions."""
+    """`sagebwd.kernels.masks.sm90_block_lists.words_of` a tensor in four dimensions."""
     found = read(elements, blocks=False, words=not by_key, words_by_key=by_key)
     return found.words_by_key if by_key else found.words, found.tiles
 
@@ -70,7 +56,7 @@ def read(
 ) -> Pass:
     """What is asked for of a tensor in four dimensions; batch: the keys', elements' or any where that is 1."""
     with torch.cuda.device_of(elements):
-        return Pass(*program().run(_read, elements, batch, blocks, words, words_by_key))
+        return Pass(*program.run(_read, elements, batch, blocks, words, words_by_key))
 
 
 def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key: bool) -> Pass:
@@ -79,7 +65,7 @@ def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key:
     count = given * heads * grid[0] * grid[1]
     found = Pass(
         torch.empty(given, heads, *map_of, dtype=torch.uint8, device=device) if blocks else None,
-        program().zeros((batch, tokens[1]), torch.bool, device) if blocks else None,
+        program.zeros((batch, tokens[1]), torch.bool, device) if blocks else None,
         *(
             torch.empty(count, masks.TILE, 4, dtype=torch.int32, device=device) if wanted else None
             for wanted in (words, words_by_key)
@@ -92,7 +78,7 @@ def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key:
     unit = 1 if any(x % _UNIT for x in (*strides, tokens[1])) else _UNIT
     # as torch compares: with the number in the elements' precision
     hidden = torch.tensor(masks.hidden(elements.dtype), dtype=elements.dtype).item() if is_bias else 0.0
-    program().launch(
+    program.launch(
         _pass_kernel,
         (count,),
         elements if is_bias else elements.view(torch.uint8),

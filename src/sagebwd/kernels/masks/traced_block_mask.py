@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.cache import layout_of
-from sagebwd.masks import mask as masks
+from sagebwd.kernels.masks import blocks as maps
+from sagebwd.masks.kinds import ELEMENTS, WORDS_BY_KEY
 from sagebwd.masks.mask import TILE, Mask
 from sagebwd.masks.parts import PartsOfCall
 from sagebwd.masks.trace_mask_mod import Trace, traced
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 # Bytes that a call may take for tiles of which nobody knows whether they are there: beyond these they are counted,
 # which waits for the device. Bits of 65536 queries and keys.
 MOST_BYTES = 1 << 29
-# Forms in which kernels read tiles: words of rows of queries or keys (`sagebwd.masks.sm90_block_lists`), or elements.
-WORDS, WORDS_BY_KEY, ELEMENTS = "words", "words by key", "elements"
 
 
 def refuse_in_capture(what: str) -> None:
@@ -61,7 +60,7 @@ class TracedBlockMask(NamedTuple):
         lists = (
             block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices
         )  # fmt: skip
-        if not masks.by_kernels(lists[1]):
+        if not maps.by_kernels(lists[1]):
             return None
         trace = traced(block_mask.mask_mod, device)
         if trace is None:
@@ -110,9 +109,9 @@ class TracedBlockMask(NamedTuple):
         return tiles * TILE * TILE // (1 if form == ELEMENTS else 8) <= MOST_BYTES
 
     def read(self, batch: int, form: str) -> Mask:
-        """The mask of a call of so many batch elements, as its kernels read it: in one of the forms
-        above."""
-        from sagebwd.masks import block_mask_pass
+        """The mask of a call of so many batch elements, as its kernels read it: in a form of
+        `sagebwd.masks.kinds`."""
+        from sagebwd.kernels.masks import block_mask_pass
 
         if not self.has_room(form):
             return self.counted().with_parts(PartsOfCall())
@@ -128,7 +127,7 @@ class TracedBlockMask(NamedTuple):
 
     def counted(self) -> Mask:
         """The mask with tiles that are shown in part alone, whose number the host waits for."""
-        from sagebwd.masks import block_mask_pass
+        from sagebwd.kernels.masks import block_mask_pass
 
         if self.lists.indices.is_cuda and torch.cuda.is_current_stream_capturing():
             refuse_in_capture(f"of {self.tokens[0]} queries and {self.tokens[1]} keys")

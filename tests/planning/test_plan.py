@@ -19,12 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd import attention, dispatch, ops, sage_attention, sage_attention_varlen, switches
+from sagebwd import attention, counts, dispatch, ops, sage_attention, sage_attention_varlen, switches
 from sagebwd import cache as caches
-from sagebwd.auto import counts
+from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.plan import Plan
+from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
@@ -112,7 +112,7 @@ def stand_ins(monkeypatch):
     made = Family()
     monkeypatch.setattr(dispatch, "_module", lambda name: made)
     chosen = dispatch.named(Recipe.named("token"), "triton/triton")
-    monkeypatch.setattr(dispatch, "choose", lambda *_: made.asked.append(1) or chosen)
+    monkeypatch.setattr(auto_choice, "choose", lambda *_: made.asked.append(1) or chosen)
     return made
 
 

@@ -2,26 +2,30 @@
 
 `_tiles_kernel` writes whatever follows from the lists alone, and lists the tiles that may be shown in part;
 `_shown_kernel` computes the mask_mod in these. They give the numbers that `sagebwd.masks.tiles` and
-`sagebwd.masks.sm90_block_lists` make with torch, but for the order in which tiles are stored.
+`sagebwd.kernels.masks.sm90_block_lists` make with torch, but for the order in which tiles are stored.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sagebwd.kernels.masks.mask_blocks import BLOCK, MASKED, SIDE, SKIP, TILE, WHOLE
+from sagebwd.kernels.masks.mask_mod_kernel import crossings, seen, store_along
+from sagebwd.kernels.runtime import program
 from sagebwd.masks import mask as masks
-from sagebwd.masks.mask_blocks import BLOCK, MASKED, SIDE, SKIP, TILE, WHOLE, program
-from sagebwd.masks.mask_mod_kernel import crossings, seen, store_along
+from sagebwd.masks.kinds import ELEMENTS, WORDS_BY_KEY
 from sagebwd.masks.trace_mask_mod import MOST_DIMENSIONS, Trace
-from sagebwd.masks.traced_block_mask import ELEMENTS, WORDS_BY_KEY, Lists
 
 OF_ELEMENTS, OF_KEYS = tl.constexpr(ELEMENTS), tl.constexpr(WORDS_BY_KEY)
+if TYPE_CHECKING:
+    from sagebwd.kernels.masks.traced_block_mask import Lists
+
 SHOWS_ALL, HIDES_ALL = tl.constexpr(masks.SHOWS_ALL), tl.constexpr(masks.HIDES_ALL)
 # Tiles that are stored for no place alone.
 COMMON = tl.constexpr(2)
@@ -61,17 +65,17 @@ class Tiles(NamedTuple):
 
 def read(lists: Lists, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int], batch: int, form: str) -> Read:
     """A BlockMask with room for every tile."""
-    return Read(*program().run(_read, lists, *trace, sizes, tokens, batch, form))
+    return Read(*program.run(_read, lists, *trace, sizes, tokens, batch, form))
 
 
 def tiles_of(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int]) -> Tiles:
     """The tiles of a BlockMask."""
-    return Tiles(*program().run(_tiles, lists, sizes, tokens, lists.counts.shape[0]))
+    return Tiles(*program.run(_tiles, lists, sizes, tokens, lists.counts.shape[0]))
 
 
 def elements_of(found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int]) -> Read:
     """A BlockMask of such tiles, with room for as many as are listed."""
-    stored = program().run(_elements, found, room, *trace, sizes, tokens)[0]
+    stored = program.run(_elements, found, room, *trace, sizes, tokens)[0]
     return Read(found.blocks, found.tiles, found.keys, stored)
 
 
@@ -85,7 +89,7 @@ def _states(lists: Lists, size: int, tokens: int) -> Tensor:
     full = (full[0], *full[0].stride(), full[1], *full[1].stride(), full[1].shape[3]) if full[0] is not None else (
         None, 0, 0, 0, None, 0, 0, 0, 0, 0
     )  # fmt: skip
-    program().launch(
+    program.launch(
         _states_kernel, (batch * heads * rows,), *given, *full, found, heads, rows, columns, CHUNK=CHUNK, num_warps=4
     )
     return found
@@ -115,12 +119,12 @@ def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch:
         given,
         torch.empty(*grid[:2], *map_of, dtype=torch.uint8, device=device),
         torch.empty(grid, dtype=torch.int32, device=device),
-        program().zeros((batch, tokens[1]), torch.bool, device),
+        program.zeros((batch, tokens[1]), torch.bool, device),
         torch.empty(math.prod(grid), dtype=torch.int32, device=device),
-        program().zeros((1,), torch.int32, device),
+        program.zeros((1,), torch.int32, device),
     )
     chunks = -(-grid[3] // TILES)
-    program().launch(
+    program.launch(
         _tiles_kernel, (math.prod(grid[:3]) * chunks,), given, *given.shape[2:], *grid[1:], chunks, *tokens,
         batch // grid[0], *found[1:3], found.keys.view(torch.uint8), *found[4:], TILES=TILES, **_pieces(sizes),
         num_warps=4,
@@ -140,11 +144,11 @@ def _shown(
     longest = max(tokens)
     asked, chunks = _asked(trace, found, longest), -(-longest // TOKENS)
     of_trace, places = (asked, asked.along.stride(0), longest), (found.listed, found.count)
-    program().launch(
+    program.launch(
         _along_kernel, (grid[0] * grid[1] * chunks,), *of_trace, grid[1], chunks, *tokens, TEXT=trace.text,
         TOKENS=TOKENS, num_warps=4,
     )  # fmt: skip
-    program().launch(
+    program.launch(
         _shown_kernel, (min(math.prod(grid), PROGRAMS),), given, *given.shape[2:], *of_trace, *grid[1:], *tokens,
         found.keys.shape[0] // grid[0], *places, found.blocks, found.keys.view(torch.uint8),
         stored.view(torch.uint8) if form == ELEMENTS else stored, TEXT=trace.text, FORM=form, **_pieces(sizes),

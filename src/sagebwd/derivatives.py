@@ -1,0 +1,41 @@
+"""What all autograd functions of the package share: tensors that may be saved, gradients that have no derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def savable(x: Tensor | None) -> Tensor | None:
+    """x, or a copy where it was made in inference mode: autograd saves no such tensor."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients as they are; who differentiates them again is told."""
+
+    @staticmethod
+    def forward(ctx, gradients, *causes):
+        return tuple(gradient.clone() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            "second derivatives of sagebwd's attention (create_graph=True, a gradient penalty) are not supported; use "
+            "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+def once_differentiable(
+    causes: Iterable[Tensor | None], gradients: Iterable[Tensor | None]
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients that raise NotImplementedError where they are differentiated again.
+
+    causes: all that they depend on, or what depends on that itself: autograd asks no node which leads only elsewhere.
+    The output stands for every input of a call, but not for what came to its backward: dO depends on what is behind.
+    """
+    gradients = list(gradients)
+    found = iter(_OnceDifferentiable.apply([x for x in gradients if x is not None], *causes))
+    return [None if x is None else next(found) for x in gradients]

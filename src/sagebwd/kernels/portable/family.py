@@ -1,0 +1,33 @@
+"""The portable kernels, in Triton: for compute capability 8.0 and later, and in Triton's interpreter."""
+
+from __future__ import annotations
+
+from sagebwd.kernels.capabilities import BACKWARD, BLOCKS, FORWARD, KERNEL_DTYPES, MAX_HEAD_DIM, Family, Row
+from sagebwd.recipe import INT8, SIXTEEN_BIT
+
+NAME, MODULE = "triton", "sagebwd.kernels.portable.launch"
+_TILES = {"block_q": BLOCKS, "block_k": BLOCKS, "p_levels": (127, 254)}
+_WIDTHS = f"1 to {MAX_HEAD_DIM}"
+
+
+def form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
+    """The greater of both for both."""
+    width = max(head_dim, value_dim)
+    return (width, width) if width <= MAX_HEAD_DIM else None
+
+
+FAMILY = Family(
+    NAME,
+    Row(
+        FORWARD, NAME, MODULE, KERNEL_DTYPES, {"first_keys": (0, 16), **_TILES}, form, _WIDTHS, means=2,
+        powers_of_two=True,
+    ),
+    Row(
+        BACKWARD, NAME, MODULE, KERNEL_DTYPES,
+        {**dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT)), **_TILES}, form, _WIDTHS, powers_of_two=True,
+    ),
+    auto="token",
+    gpu="a CUDA device",
+    runs_on=lambda capability: capability > 0,
+    interpreted=True,
+)  # fmt: skip

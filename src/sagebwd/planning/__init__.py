@@ -1,0 +1,1 @@
+"""Plans: all that follows from a call's specification, decided once and kept."""
