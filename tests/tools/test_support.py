@@ -25,7 +25,7 @@ def test_a_change_of_dispatch_is_seen(asked, monkeypatch):
     from sagebwd import dispatch
 
     dispatch._choose.cache_clear()
-    monkeypatch.setattr(dispatch, "before_triton", lambda arch: ())
+    monkeypatch.setattr(dispatch.families, "faster_on", lambda arch: ())
     changed = support.widths_and_recipes()
     dispatch._choose.cache_clear()
     assert changed != asked["recipes"]
