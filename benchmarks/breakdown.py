@@ -27,7 +27,8 @@ from benchmarks.timer import wait
 PACKAGE = Path(sagebwd.__file__).parent
 # Folders and files whose kernels are passes; those of all others are attention itself.
 OF_PASSES = {
-    "common", "operands", "operands.py", "masks", "sinks.py", "quantize.cu", "row_values.cu", "finish.cu"
+    "common", "operands", "operands.py", "masks", "sinks.py", "max_logits.py", "quantize.cu", "row_values.cu",
+    "finish.cu",
 }  # fmt: skip
 CUDA_KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
 PARTS = ("attention", "passes", "copies", "other", "idle")

@@ -18,7 +18,7 @@ from sagebwd import dispatch, explain, explain_varlen
 from sagebwd.auto.model import widths_text
 from sagebwd.block_masks import causal_frames
 from sagebwd.call import Ask
-from sagebwd.kernels import families
+from sagebwd.kernels.families import FAMILIES
 from sagebwd.recipe import Recipe
 
 FILE = Path(__file__).parents[1] / "docs" / "support.json"
@@ -70,7 +70,7 @@ def widths_and_recipes() -> dict[str, dict[str, dict[str, str]]]:
             for capability in CARDS:
                 default = runs(recipe, widths, capability, None)
                 cells = {DEFAULT: DECLINED if default is None else " / ".join(dict.fromkeys(default))}
-                for impl in families.FAMILIES:
+                for impl in FAMILIES:
                     cells[impl] = status(runs(recipe, widths, capability, impl), impl, capability)
                 by_card[capability] = cells
     return found

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from sagebwd.diagnostics.monitor_settings import Monitor
 
 SDPA = "sdpa"
-FULL_PRECISION = {SDPA: None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
+SMALL_DV = "sdpa-small-dv"
+FULL_PRECISION = {SDPA: None, "cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", SMALL_DV: None}
 """Each attention.recipe that stands for torch's own full-precision scaled_dot_product_attention, and its backend in
-`torch.nn.attention.SDPBackend`; None: the one that torch takes of itself."""
+`torch.nn.attention.SDPBackend`; None: the one that torch takes of itself. `SMALL_DV` has dV 8% too small: a control,
+which a comparison has to tell from the others."""
 
 
 @dataclass(frozen=True)

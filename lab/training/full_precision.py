@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
-from lab.training.config import FULL_PRECISION, SDPA
+from lab.studies.planted_faults import SMALL
+from lab.training.config import FULL_PRECISION, SDPA, SMALL_DV
 
 
 def register(name: str) -> str:
@@ -31,13 +32,27 @@ def register(name: str) -> str:
             f"attention.recipe={name!r} needs a CUDA GPU; expected {SDPA!r}, torch's own choice, or a recipe"
         )
     registered = f"full-precision-{name}"
-    AttentionInterface.register(registered, _attention(backend))
+    AttentionInterface.register(registered, _attention(backend, name == SMALL_DV))
     AttentionMaskInterface.register(registered, flash_attention_mask)
     return registered
 
 
+class SmallGradient(torch.autograd.Function):
+    """A tensor as it is, whose gradient is 8% too small."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """The gradient of x."""
+        return gradient * SMALL
+
+
 @cache  # one function each: another would be compiled anew
-def _attention(backend: str | None) -> Callable[..., tuple[Tensor, None]]:
+def _attention(backend: str | None, has_small_dv: bool) -> Callable[..., tuple[Tensor, None]]:
     """What chooses the backend has to be in what is compiled."""
     chosen = None if backend is None else getattr(SDPBackend, backend)
 
@@ -46,6 +61,7 @@ def _attention(backend: str | None) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding leaves FP32 under BF16 autocast
         grouped = query.shape[1] != key.shape[1]
+        value = SmallGradient.apply(value) if has_small_dv else value
         with nullcontext() if chosen is None else sdpa_kernel(chosen):
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=getattr(module, "is_causal", True), scale=settings.get("scaling"),

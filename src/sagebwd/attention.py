@@ -333,13 +333,7 @@ def _by_operators(
         return torch_attention.packed(q, k, v, checked.offsets, checked.lengths, *band)
     if contender is not None:
         return torch_attention.dense(checked.way, q, k, v, checked.elements, checked.scale)
-    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), checked.offsets))
-    checks.refuse_distributed(query=q, key=k, value=v, attn_mask=attn_mask, sinks=sinks, **offsets)
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
-    masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
-    numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
-    o, lse, workspace = ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits)
+    o, lse, workspace = by_operator(checked, chosen, attn_mask, mask, sinks)
     if not (return_lse or checked.max_logits):
         return o
     found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
@@ -349,3 +343,18 @@ def _by_operators(
     if checked.max_logits:
         found.append(pieces["max_logits"].amax(-1))
     return tuple(found)
+
+
+def by_operator(
+    checked: Arguments, chosen: tuple[str, str], attn_mask: Tensor | None = None,
+    mask: Mask | TracedBlockMask | None = None, sinks: Tensor | None = None, prologue: Prologue | tuple[()] = (),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """O, lse of the smoothed scores and the workspace, by the operator; chosen: a recipe and a choice's name."""
+    q, k, v = checked.query, checked.key, checked.value
+    offsets = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), checked.offsets))
+    checks.refuse_distributed(query=q, key=k, value=v, attn_mask=attn_mask, sinks=sinks, **offsets)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    key_mask, mask = mask_argument.read(attn_mask, checked.elements, mask, q, k, by_key=trains)
+    masks = key_mask, *((None,) * 3 if mask is None else (mask.elements, mask.tiles, mask.blocks)), *checked.offsets
+    numbers = checked.is_causal, *checked.window, checked.scale, *chosen, switches.current.deterministic
+    return ops.attention(q, k, v, sinks, *masks, *checked.lengths, *numbers, checked.max_logits, *prologue)

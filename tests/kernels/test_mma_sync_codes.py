@@ -72,7 +72,7 @@ def test_codes(name, count, on):
     rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
     for which, (x, packing, mean, mask) in rows.items():
         expected = launch_quantize(x, packing, "token", 64, mean, mask, codes=True, turned=call.turned)
-        codes, scale = (made.q8, made.q_scale) if which == "q" else (made.k8, made.k_scale)
+        codes, scale = (made.q_int8, made.q_scale) if which == "q" else (made.k_int8, made.k_scale)
         torch.testing.assert_close(scale, expected.token_scale, rtol=1e-5, atol=0)
         apart = (codes.int() - expected.codes.int()).abs()
         assert apart.max() <= 1
@@ -127,8 +127,8 @@ def test_widths_of_several_blocks_of_the_rotation(head_dim, on):
     asked = quantize_variant(width, half=False, first_keys=0, turned=head_dim)
     made = operands.quantize(call._replace(head_dim=width), kernel_of(asked), *filled, None, None)
     for codes, scale, x in (
-        (made.q8, made.q_scale, q.double()),
-        (made.k8, made.k_scale, k.double() - mean.double()[:, :, None]),
+        (made.q_int8, made.q_scale, q.double()),
+        (made.k_int8, made.k_scale, k.double() - mean.double()[:, :, None]),
     ):
         found, step = (codes.double() * scale.double()[..., None]).cpu(), scale.double()[..., None].cpu()
         assert ((found[..., :head_dim] - rotated(x)).abs() <= 0.501 * step).all()
@@ -145,7 +145,7 @@ def test_keys_that_are_all_alike_have_codes_of_zero(on):
     mean = k[:, :, :1].float()[:, :, 0]
     call = AttentionCase(tokens_q=300, tokens_k=300, heads=1, head_dim=128, device=on).call(q, k)
     made = codes_of(call, (q, k, v, mean, None), None)
-    assert made.k8[0, 0].ne(0).any(-1).nonzero().tolist() == [[17]]
+    assert made.k_int8[0, 0].ne(0).any(-1).nonzero().tolist() == [[17]]
     assert made.k_scale[0, 0, :17].eq(1).all()
 
 
@@ -201,7 +201,7 @@ def test_values_and_codes_of_queries(name, on):
     assert torch.equal(made.do_scale[:, blocks[0]], scale.view_as(made.do_scale)[:, blocks[0]])
     if not call.packed:
         assert (made.do_scale[:, 1] == 0).all()
-    for found, expected in ((made.do8_t, do_t), (made.q8_t, q_t)):
+    for found, expected in ((made.do_t, do_t), (made.q_t, q_t)):
         found, expected = (x.view(-1, 128, width)[:, :, at] for x in (found, expected))
         assert torch.equal(found, expected)
 

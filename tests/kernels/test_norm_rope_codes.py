@@ -130,10 +130,10 @@ def test_codes_are_those_of_rotated_rows(case):
         assert_close(getattr(found.k, name), getattr(wanted, name))
     assert found.k.tiles_taken.item() == 0
     # FP32 sums in another order: a tie may be rounded the other way
-    assert_codes(found.k.k, wanted.k)
+    assert_codes(found.k.k_int8, wanted.k_int8)
     q_rows = rows[0].double().cpu()
     codes, scale = quantize_tokens(rotated(q_rows) if call.turned else q_rows, "token", 64)
-    assert_codes(found.q.cpu(), codes)
+    assert_codes(found.q_int8.cpu(), codes)
     scale = scale[..., 0].T if case.lengths else scale[..., 0]
     assert_close(found.q_scale.cpu(), scale.float())
     if not case.lengths:
@@ -162,8 +162,8 @@ def test_a_weight_of_one_side_alone():
     one = torch.ones_like(call.prologue.k_weight)
     sides = [call.prologue._replace(k_weight=weight) for weight in (None, one)]
     absent, ones = (launch_norm_rope_codes(call._replace(prologue=x), q, k) for x in sides)
-    assert torch.equal(absent.q, ones.q)
-    assert torch.equal(absent.k.k, ones.k.k)
+    assert torch.equal(absent.q_int8, ones.q_int8)
+    assert torch.equal(absent.k.k_int8, ones.k.k_int8)
 
 
 @pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))

@@ -52,17 +52,17 @@ def check(k, key_mask=None, device="cpu", sampled=False, turned=0, columns=None)
     packing = Packing.of(k, None, k.shape[2])
     out = launch_quantize_k(k, packing, key_mask_there, BLOCK_K, columns=columns, k_sampled=sampled, turned=turned)
     out = QuantizedK(*(x.cpu() for x in out))
-    assert out.k.shape[-1] == (columns or k.shape[-1])
-    assert not out.k[..., k.shape[-1] :].any()
-    out = out._replace(k=out.k[..., : k.shape[-1]])
+    assert out.k_int8.shape[-1] == (columns or k.shape[-1])
+    assert not out.k_int8[..., k.shape[-1] :].any()
+    out = out._replace(k_int8=out.k_int8[..., : k.shape[-1]])
     valid = None if key_mask is None else key_mask[:, None, :, None]
     smoothed, mean = smooth(k.cpu().double(), valid, sampled)
     assert torch.allclose(out.k_mean.double(), mean[:, :, 0], rtol=1e-5, atol=1e-6)
     if turned:
         smoothed = torch.cat([rotated(smoothed[..., :turned]), smoothed[..., turned:]], -1)
-        assert not out.k[..., turned:].any()
-    assert_codes(out.k, out.k_scale, smoothed, "lane")
-    assert_bounded(out.largest_norm, out.k, out.k_scale)
+        assert not out.k_int8[..., turned:].any()
+    assert_codes(out.k_int8, out.k_scale, smoothed, "lane")
+    assert_bounded(out.largest_norm, out.k_int8, out.k_scale)
     assert out.tiles_taken.item() == 0
     tokens = k.shape[2]
     lanes = out.lane_scale.view(*k.shape[:2], -1, 1, 4, 1).expand(-1, -1, -1, BLOCK_K // 8, 4, 2).flatten(2)
@@ -147,7 +147,7 @@ def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
     """The products of keys and of their mean are rounded apart."""
     k = (draw(2, 2, 1, 64, seed=1) + 100).expand(2, 2, tokens, 64).contiguous()
     out = launch_quantize_k(k, Packing.of(k, None, tokens), None, BLOCK_K, turned=64)
-    assert not out.k.any()
+    assert not out.k_int8.any()
     assert (out.k_scale == 1).all()
 
 
@@ -187,7 +187,7 @@ def test_sequences_of_a_pack_are_smoothed_apart(sampled):
             continue
         smoothed, mean = smooth(k[start:stop].transpose(0, 1).double(), sample=sampled)
         assert torch.allclose(out.k_mean[index].double(), mean[:, 0], rtol=1e-5, atol=1e-6)
-        quantized, scale = out.k[start:stop].transpose(0, 1), out.k_scale[:, start:stop]
+        quantized, scale = out.k_int8[start:stop].transpose(0, 1), out.k_scale[:, start:stop]
         assert_codes(quantized, scale, smoothed, "lane")
         assert_bounded(out.largest_norm.view(len(lengths), -1)[index], quantized, scale)
 

@@ -111,11 +111,11 @@ class Case:
             if self.lengths:
                 q, k, values = (
                     x[at].transpose(0, 1)[None].float()
-                    for x, at in ((written.q, rows), (quantized.k, columns), (v, columns))
+                    for x, at in ((written.q_int8, rows), (quantized.k_int8, columns), (v, columns))
                 )
                 q, k = q * written.q_scale[:, rows, None], k * quantized.k_scale[:, columns, None]
             else:
-                q, k, values = written.q.float(), quantized.k.float(), v.float()
+                q, k, values = written.q_int8.float(), quantized.k_int8.float(), v.float()
                 q, k = q * written.q_scale[..., None], k * quantized.k_scale[..., None]
             k, values = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, values))
             s = q.double() @ k.double().mT * self.softmax_scale()
@@ -350,7 +350,7 @@ def test_codes_of_queries_are_those_of_the_pass(case):
     q, k, v, key_mask = case.inputs(3)
     expected = launch_quantize(q, case.packings()[0], "token", 64, codes=True)
     _, written = case.run(q, case.quantized(k, key_mask), v, key_mask)
-    assert torch.equal(written.q, expected.codes)
+    assert torch.equal(written.q_int8, expected.codes)
     assert torch.equal(written.q_scale, expected.token_scale)
 
 
@@ -362,7 +362,7 @@ def test_codes_of_rotated_queries(case):
     rows = rows.transpose(0, 1) if case.lengths else rows
     quantized, scale = quantize_tokens(rows, "token", 64)
     _, written = case.run(q, case.quantized(k, key_mask), v, key_mask)
-    found = written.q.transpose(0, 1) if case.lengths else written.q
+    found = written.q_int8.transpose(0, 1) if case.lengths else written.q_int8
     torch.testing.assert_close(written.q_scale.double(), scale[..., 0], rtol=1e-5, atol=0)
     difference = (found.double() - quantized).abs()
     assert difference.max() <= 1

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from sagebwd import dispatch
+from sagebwd.kernels import families
 from tools import support
 
 
@@ -22,10 +24,8 @@ def test_the_file_is_json_of_the_same_content(asked):
 
 
 def test_a_change_of_dispatch_is_seen(asked, monkeypatch):
-    from sagebwd import dispatch
-
     dispatch._choose.cache_clear()
-    monkeypatch.setattr(dispatch.families, "faster_on", lambda arch: ())
+    monkeypatch.setattr(families, "faster_on", lambda capability: ())
     changed = support.widths_and_recipes()
     dispatch._choose.cache_clear()
     assert changed != asked["recipes"]

@@ -6,7 +6,8 @@ Imports neither torch nor triton: `sagebwd.dispatch` asks the records before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from sagebwd.masks.kinds import ELEMENTS
@@ -19,8 +20,6 @@ KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
 # Sizes of blocks that a tile of Triton's or mma.sync's kernels is made of.
 BLOCKS = (32, 64, 128)
-# Of a field that a row refuses, what to name in place of the recipe.
-_INSTEAD = {"dp": "; name 'mixed', whose dP is 16 bit, or 'token(dp=int8)'"}
 
 
 class Row(NamedTuple):
@@ -32,7 +31,8 @@ class Row(NamedTuple):
     missing here. in_torch: operators of torch run it, by no program, and backward reads q, k and v. mask_form: how its
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
     prologue: head_dims, value's the same, at which its passes take norm and rotary embedding of Q and K too, of all
-    channels or none. powers_of_two: a width costs as much as the next of these.
+    channels or none. powers_of_two: a width costs as much as the next of these. instead: by a field that is refused,
+    what to name in place of the recipe.
     """
 
     direction: str
@@ -48,6 +48,7 @@ class Row(NamedTuple):
     means: int = 1
     prologue: tuple[int, ...] = ()
     powers_of_two: bool = False
+    instead: Mapping[str, str] = MappingProxyType({})
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -60,7 +61,7 @@ class Row(NamedTuple):
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
                 has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
-                return has + _INSTEAD.get(name, "")
+                return has + self.instead.get(name, "")
         return None
 
 

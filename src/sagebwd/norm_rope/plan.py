@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd import checks, dispatch, ops, switches
+from sagebwd import attention, dispatch
 from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
-from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.call import Ask, Prologue, keeps_inputs
 from sagebwd.counts import answer, counts
@@ -33,45 +32,44 @@ COMPOSED = "composed"
 _ABSENT = inspect.Parameter.empty
 
 
-def _defaults(attention: Callable) -> dict[str, Any]:
+def _defaults(function: Callable) -> dict[str, Any]:
     """Of what is given behind query, key and value."""
-    return {name: x.default for name, x in list(inspect.signature(attention).parameters.items())[3:]}
+    return {name: x.default for name, x in list(inspect.signature(function).parameters.items())[3:]}
 
 
-_DENSE, _PACKED = _defaults(sage_attention), _defaults(sage_attention_varlen)
+_DENSE, _PACKED = _defaults(attention.sage_attention), _defaults(attention.sage_attention_varlen)
 
 
-def spec_of(query: Tensor, key: Tensor, value: Tensor, given: tuple, attention: dict[str, Any]) -> Hashable | None:
+def spec_of(query: Tensor, key: Tensor, value: Tensor, given: tuple, options: dict[str, Any]) -> Hashable | None:
     """A call's specification (`sagebwd.planning.specification`), None where it has none or a BlockMask is read.
 
-    given: as of `sagebwd.norm_rope.arguments.prologue_of`, not yet checked; attention: other arguments of attention.
+    given: as of `sagebwd.norm_rope.arguments.prologue_of`, not yet checked; options: other arguments of attention.
     """
     *weights, eps, cos, sin, rope, ids = given
-    if attention.get("block_mask") is not None:
+    if options.get("block_mask") is not None:
         return None
-    masks = (attention.get(name) for name in ("attn_mask", "cu_seqlens_q", "cu_seqlens_k", "sinks"))
+    masks = (options.get(name) for name in ("attn_mask", "cu_seqlens_q", "cu_seqlens_k", "sinks"))
     tensors = query, key, value, *masks, *weights, cos, sin, *(ids if isinstance(ids, tuple) else (ids, ids))
     cast = autocast_dtype(query.device) if torch._C._is_any_autocast_enabled() and isinstance(query, Tensor) else None
-    rest = [x for x in attention.values() if not isinstance(x, Tensor)]
-    of_attention = attention.get("recipe", _DENSE["recipe"]), attention.get("window")
-    return specification.spec_of(tensors, None, *of_attention, tuple(attention), eps, rope, cast, *rest)
+    rest = [x for x in options.values() if not isinstance(x, Tensor)]
+    of_attention = options.get("recipe", _DENSE["recipe"]), options.get("window")
+    return specification.spec_of(tensors, None, *of_attention, tuple(options), eps, rope, cast, *rest)
 
 
-def plan_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> Plan | str:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Plan | str:
     """The plan, or `COMPOSED` where no family's passes take the prologue. Raises as `sage_attention`."""
-    checked = _checked(q, k, v, prologue, attention)
+    checked = _checked(q, k, v, prologue, options)
     choice = None if checked is None else checked.choice()
     if choice is None or choice.contender is not None or not takes_prologue(choice, q.shape[-1]):
         return COMPOSED
     return Plan(choice, checked.call(choice.recipe)._replace(prologue=prologue), q, k, sinks=False)
 
 
-def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> Tensor | None:
+def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Tensor | None:
     """The output by attention's operator, or None where the call is composed. Raises as `sage_attention`."""
     if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
-    checks.refuse_distributed(query=q, key=k, value=v)
-    checked = _checked(q, k, v, prologue, attention)
+    checked = _checked(q, k, v, prologue, options)
     if checked is None or auto_choice.contender_of(checked.ask, checked.size, None, False) is not None:
         return None
     recipe, *asked = checked.ask
@@ -80,16 +78,14 @@ def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: 
         return None
     if not torch.compiler.is_compiling():
         counts[answer(*chosen)] += 1
-    numbers = *checked.lengths, checked.is_causal, *checked.window, checked.scale
-    masks = *(None,) * 4, *checked.offsets
-    return ops.attention(q, k, v, None, *masks, *numbers, *chosen, switches.current.deterministic, False, *prologue)[0]
+    return attention.by_operator(checked, chosen, prologue=prologue)[0]
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, attention: dict[str, Any]) -> Arguments | None:
-    """The call, of whose weights rows need gradients; None where it is composed. Raises as `sage_attention`."""
-    packed = "cu_seqlens_q" in attention
+def _checked(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Arguments | None:
+    """The call, of training for weights alone too; None where it is composed. Raises as `sage_attention`."""
+    packed = "cu_seqlens_q" in options
     known = _PACKED if packed else _DENSE
-    given = known | attention
+    given = known | options
     if (
         len(given) > len(known) or any(x is _ABSENT for x in given.values())  # who is called says so
         or any(given.get(name) is not None for name in ("attn_mask", "block_mask", "sinks"))

@@ -106,6 +106,22 @@ def test_backends_by_name(tiny, monkeypatch):
     torch.testing.assert_close(logits(models[0], ids), logits(models[1], ids))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_control_has_a_small_dv_alone(tiny, compiled):
+    ids, losses, gradients = torch.arange(20)[None], [], []
+    for name in ("sdpa", "sdpa-small-dv"):
+        model = build(tiny.replace({"attention.recipe": name, "model.layers": 1}), 257)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: x.grad for name, x in model.named_parameters() if "self_attn" in name})
+    torch.testing.assert_close(*losses)
+    own, faulty = gradients
+    for name, x in own.items():
+        torch.testing.assert_close(faulty[name], x * (0.92 if "v_proj" in name else 1), msg=name)
+
+
 @pytest.mark.rounding
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
 def test_cudnn_without_a_gpu(tiny):

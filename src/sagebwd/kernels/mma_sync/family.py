@@ -10,7 +10,7 @@ NAME, MODULE, NVRTC = "mma_sync", "sagebwd.kernels.mma_sync.launch", "sagebwd.ke
 _FIELDS = {
     **dict.fromkeys(("s", "o", "dv", "dq", "dk"), (INT8,)), "dp": (SIXTEEN_BIT, INT8), "q_scale": ("token",),
     "k_scale": ("token",), "v_scale": ("channel",), "p_scale_dv": ("key",), "ds_scale_dq": ("query",),
-    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 1, 16), "block_q": (64,), "block_k": (128,),
+    "ds_scale_dk": ("key",), "p_levels": (254,), "first_keys": (0, 16), "block_q": (64,), "block_k": (128,),
 }  # fmt: skip
 _WIDEST = max(variant.HEAD_DIMS)
 

@@ -55,9 +55,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     launch(
         kernel_of(variant.source, arch),
         (grid * queries.heads_in_all,),
-        *_strided(x.q8, queries),
+        *_strided(x.q_int8, queries),
         x.q_scale,
-        *_strided(x.k8, keys),
+        *_strided(x.k_int8, keys),
         x.k_scale,
         x.values,
         v_shift,
@@ -78,7 +78,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         *_band(call),
         float(call.scale),
     )
-    return Saved(o, lse, x.q8, x.q_scale, x.k8, x.k_scale, None, k_mean)
+    return Saved(o, lse, x.q_int8, x.q_scale, x.k_int8, x.k_scale, None, k_mean)
 
 
 def backward(
@@ -110,10 +110,10 @@ def backward(
         *_strided(saved.q_int8, queries),
         *_strided(saved.k_int8, keys),
         *_strided(dp_v, keys),
-        *_strided(x.do8 if int8_dp else do, queries),
+        *_strided(x.do_int8 if int8_dp else do, queries),
         k_t,
-        x.q8_t,
-        x.do8_t,
+        x.q_t,
+        x.do_t,
         saved.k_scale,
         call.key_mask,
         x.do_scale,

@@ -16,9 +16,9 @@ from sagebwd.kernels.runtime.program import launch
 class Operands(NamedTuple):
     """What `forward` in cuda/forward.cu reads, as cuda/quantize.cu leaves it."""
 
-    q8: Tensor  # codes, of q's shape
+    q_int8: Tensor  # codes, of q's shape
     q_scale: Tensor
-    k8: Tensor
+    k_int8: Tensor
     k_scale: Tensor
     values: Tensor  # (heads_k, blocks, 136 D + 1024) bytes: V's codes, then scales by pairs of keys and of channels
     first_values: Tensor | None  # (batch, heads_k, D, 16) as v, of keys that are apart
@@ -43,8 +43,9 @@ def quantize(
     programs = grids[0] * queries.heads_in_all + (grids[1] + grids[2]) * keys.heads_in_all
     launch(
         kernel, (programs,), q, *queries.strides(q), k, *keys.strides(k), v, *keys.strides(v), k_mean, v_mean,
-        call.key_mask, first_keys, made.q8, *queries.strides(made.q8), made.q_scale, made.k8, *keys.strides(made.k8),
-        made.k_scale, made.values, first_values, queries.cu_seqlens, keys.cu_seqlens,
+        call.key_mask, first_keys, made.q_int8, *queries.strides(made.q_int8), made.q_scale,
+        made.k_int8, *keys.strides(made.k_int8), made.k_scale, made.values,
+        first_values, queries.cu_seqlens, keys.cu_seqlens,
         queries.heads_in_all, keys.heads_in_all, queries.heads, keys.heads, queries.extent, keys.extent,
         queries.total, keys.total, keys.blocks(KEYS), *grids,
     )  # fmt: skip
@@ -56,28 +57,28 @@ class RowValues(NamedTuple):
 
     values: Tensor  # (heads, blocks, 256) FP32
     do_scale: Tensor  # (heads, blocks)
-    do8_t: Tensor  # (heads, D, blocks 64), tokens interleaved
-    q8_t: Tensor
-    do8: Tensor | None  # codes of dO R, of dO's shape, where dP is INT8
+    do_t: Tensor  # (heads, D, blocks 64), tokens interleaved
+    q_t: Tensor
+    do_int8: Tensor | None  # codes of dO R, of dO's shape, where dP is INT8
 
 
 def row_values(
     call: Call, kernel: CudaKernel, saved: Saved, do: Tensor, dlse: Tensor | None, center: Tensor | None
 ) -> RowValues:
     """Values and codes of queries, in one launch of `row_values` in cuda/row_values.cu; center: of an INT8 dP, c R."""
-    queries, device, o, q8 = call.queries, do.device, saved.o, saved.q_int8
-    do8 = None if center is None else torch.empty(do.shape, dtype=torch.int8, device=device)
-    do8_t, q8_t = (queries.padded(QUERIES, QUERIES * call.head_dim, dtype=torch.int8, device=device) for _ in range(2))
+    queries, device, o, q_int8 = call.queries, do.device, saved.o, saved.q_int8
+    do_int8 = None if center is None else torch.empty(do.shape, dtype=torch.int8, device=device)
+    do_t, q_t = (queries.padded(QUERIES, QUERIES * call.head_dim, dtype=torch.int8, device=device) for _ in range(2))
     values = queries.padded(QUERIES, QUERIES * 4, dtype=torch.float32, device=device)
     do_scale = queries.padded(QUERIES, dtype=torch.float32, device=device)
     launch(
         kernel, (queries.programs(QUERIES),), do, *queries.strides(do), o, *queries.strides(o),
-        q8, *queries.strides(q8), saved.lse, dlse, saved.q_scale, center,
-        do8, *((0, 0, 0) if do8 is None else queries.strides(do8)), do8_t, q8_t, do_scale, values,
+        q_int8, *queries.strides(q_int8), saved.lse, dlse, saved.q_scale, center,
+        do_int8, *((0, 0, 0) if do_int8 is None else queries.strides(do_int8)), do_t, q_t, do_scale, values,
         queries.cu_seqlens, queries.heads, call.group, queries.extent, queries.total, queries.blocks(QUERIES),
         queries.blocks(QUERIES),
     )  # fmt: skip
-    return RowValues(values, do_scale, do8_t, q8_t, do8)
+    return RowValues(values, do_scale, do_t, q_t, do_int8)
 
 
 def finish(call: Call, kernel: CudaKernel, sums: Tensor, dq: Tensor) -> None:

@@ -19,7 +19,7 @@ def form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
 FAMILY = Family(
     NAME,
     Row(
-        FORWARD, NAME, MODULE, KERNEL_DTYPES, {"first_keys": (0, 1, 16), **_TILES}, form, _WIDTHS, means=2,
+        FORWARD, NAME, MODULE, KERNEL_DTYPES, {"first_keys": (0, 16), **_TILES}, form, _WIDTHS, means=2,
         powers_of_two=True,
     ),
     Row(

@@ -27,6 +27,7 @@ FAMILY = Family(
             "k_scale": ("lane",), "block_q": (64,), "block_k": (128,), "smooth_v": (False,),
         },
         widths.of_call, _WIDTHS, mask_form=WORDS_BY_KEY, prologue=(64, 128),
+        instead={"dp": "; name 'mixed', whose dP is 16 bit, or 'token(dp=int8)'"},
     ),
     auto="mixed",
     gpu="a GPU of compute capability 9.0 (H100, H200)",

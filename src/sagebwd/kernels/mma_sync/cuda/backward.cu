@@ -19,14 +19,14 @@ constexpr u32 KT_AT = 0, K_AT = KT_AT + D * KEYS, V_AT = K_AT + (K_IN_REGISTERS 
               DO_AT = Q_AT + QUERIES * D, QT_AT = DO_AT + QUERIES * DP_BYTES, DOT_AT = QT_AT + QUERIES * D, VALUES_AT = DOT_AT + QUERIES * D,
               LARGEST_AT = VALUES_AT + QUERIES * 16;
 
-// q8 and k8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k8_t (heads_k, D, blocks_k KEYS), q8_t and do8_t (heads, D, blocks_q 64):
+// q_int8 and k_int8: codes by their strides, v and d_o: 16 bits, or INT8_DP codes of (V - c) R and dO R. k_t (heads_k, D, blocks_k KEYS), q_t and do_t (heads, D, blocks_q 64):
 // tokens interleaved. k_scale (heads_k, total_k). key_mask (batch, tokens_k), bytes, or null. do_scale (heads, blocks_q).
 // values (heads, blocks_q, 64, 4): lse in base 2, delta, Q's scale, 0. dq_sums (heads, blocks_q, 64 D): FP32 in the order of
 // registers, zeros before. dk, of K and no more of K R, and dv: 16 bits, by their strides.
 // INT8_DP: v_scale, shaped as k_scale; values (heads, blocks_q, 2, 64, 2): lse in base 2 and Q's scale; delta and dO's scale, both times Q's.
-KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8, i64 k_batch, i64 k_head, i64 k_token,
+KERNEL backward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const i8* k_int8, i64 k_batch, i64 k_head, i64 k_token,
                 const Operand* v, i64 v_batch, i64 v_head, i64 v_token, const Operand* d_o, i64 do_batch, i64 do_head, i64 do_token,
-                const i8* k8_t, const i8* q8_t, const i8* do8_t, const float* k_scale, const u8* key_mask, const float* do_scale,
+                const i8* k_t, const i8* q_t, const i8* do_t, const float* k_scale, const u8* key_mask, const float* do_scale,
                 const float* values, float* dq_sums, u16* dk, i64 dk_batch, i64 dk_head, i64 dk_token, u16* dv, i64 dv_batch, i64 dv_head, i64 dv_token,
                 const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads_k, i64 group, i64 tokens_q, i64 tokens_k, i64 total_k,
                 i64 blocks_q, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale
@@ -66,22 +66,22 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   auto block_of = [&]() { return (batch_heads + step_head) * (int)blocks_q + padded_q + step_block; };
   auto fetch_rows = [&]() {
     const int first = step_block * QUERIES, left = queries.length - first;
-    copy_tile<QUERIES, D>(base + Q_AT, q8 + offset_of(q_batch, q_head, q_token, batch, step_head, queries.start + first), q_token, left);
+    copy_tile<QUERIES, D>(base + Q_AT, q_int8 + offset_of(q_batch, q_head, q_token, batch, step_head, queries.start + first), q_token, left);
     copy_tile<QUERIES, DP_BYTES>(base + DO_AT, d_o + offset_of(do_batch, do_head, do_token, batch, step_head, queries.start + first), do_token * (int)sizeof(Operand), left);
     copy_flat<QUERIES * 16>(base + VALUES_AT, values + (i64)block_of() * (QUERIES * 4));
     commit_copies();
   };
   auto fetch_columns = [&]() {
     const i64 pitch = blocks_q * QUERIES, from = (batch_heads + step_head) * (D * pitch) + (padded_q + step_block) * QUERIES;
-    copy_tile<D, QUERIES>(base + QT_AT, q8_t + from, pitch, D);
-    copy_tile<D, QUERIES>(base + DOT_AT, do8_t + from, pitch, D);
+    copy_tile<D, QUERIES>(base + QT_AT, q_t + from, pitch, D);
+    copy_tile<D, QUERIES>(base + DOT_AT, do_t + from, pitch, D);
     commit_copies();
   };
   const i64 pitch_k = blocks_k * KEYS;
-  copy_tile<D, KEYS>(base + KT_AT, k8_t + z_k * D * pitch_k + (i64)padded_k * KEYS + first_k, pitch_k, D);
-  k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start + first_k);
+  copy_tile<D, KEYS>(base + KT_AT, k_t + z_k * D * pitch_k + (i64)padded_k * KEYS + first_k, pitch_k, D);
+  k_int8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start + first_k);
 #if !K_IN_REGISTERS
-  copy_tile<KEYS, D, true>(base + K_AT, k8, k_token, left_k);
+  copy_tile<KEYS, D, true>(base + K_AT, k_int8, k_token, left_k);
 #endif
   copy_tile<KEYS, DP_BYTES, true>(base + V_AT, v + offset_of(v_batch, v_head, v_token, batch, head_k, keys.start + first_k), v_token * (int)sizeof(Operand), left_k,
                                  key_mask ? key_mask + (i64)batch * tokens_k + first_k : nullptr);  // what is hidden may be NaN
@@ -114,7 +114,7 @@ KERNEL backward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const i8* k8
   u32 k_rows[MT][D / 32][4];
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) {
     const int key = token0 + i * 16 + h;
-    k_rows[i][k][h + 2 * c] = key < left_k ? *(const u32*)(k8 + key * k_token + t * 4 + k * 32 + c * 16) : 0;
+    k_rows[i][k][h + 2 * c] = key < left_k ? *(const u32*)(k_int8 + key * k_token + t * 4 + k * 32 + c * 16) : 0;
   }
 #endif
   // of operands: columns take four chunks of 8 rows, rows two chunks of 16

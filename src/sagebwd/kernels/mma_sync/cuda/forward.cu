@@ -18,12 +18,12 @@ constexpr int AT_ONCE = MT > SPLIT ? 1 : PAIR;  // tiles of 8 columns at a time:
 constexpr u32 CODES_AT = TOPS_AT + ROWS * 4, CODES = MT * OWN_KEYS * 16;  // what two warps exchange, CODES bytes each
 static_assert(SPLIT == 1 || SPLIT == 2, "warps share rows in pairs");
 
-// q8 and k8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
+// q_int8 and k_int8: codes by their strides. q_scale (heads, total_q), k_scale (heads_k, total_k).
 // values (heads_k, blocks_k, TILE) bytes: codes of V less its mean, (D, 128), tokens interleaved; then two keys' scales and
 // what a sum that starts from MAGIC lacks, times them, (64, 4) FP32: of a key that nobody sees, or that is apart, 0 and
 // -inf; then the same of two channels of V, (D / 2, 4). v_mean (batch, heads_k, D) or null.
 // first_values, V of the keys that are apart, less the mean: (batch, heads_k, D, 16) of 16 bits, tokens interleaved. first_numbers (batch, FIRST): which they are, keys.length where there are fewer, or null.
-KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k8, i64 k_batch, i64 k_head,
+KERNEL forward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const float* q_scale, const i8* k_int8, i64 k_batch, i64 k_head,
                i64 k_token, const float* k_scale, const u8* values, const float* v_mean, const void* first_values, const int* first_numbers,
                u16* o, i64 o_batch, i64 o_head, i64 o_token, float* lse, const int* cu_seqlens_q, const int* cu_seqlens_k, i64 heads, i64 group, i64 tokens_q, i64 tokens_k, i64 total_q,
                i64 total_k, i64 blocks_k, i64 grid, i64 lower, i64 upper, float scale) {
@@ -44,7 +44,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   const float scale_2 = scale * LOG2_E;
 
   const u32 base = shared_base();
-  k8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
+  k_int8 += offset_of(k_batch, k_head, k_token, batch, head_k, keys.start);
   int begin = max(first_q + low, 0) / KEYS, end = min(keys.length, first_q + QUERIES + high);
   end = end > 0 ? (end + KEYS - 1) / KEYS : 0;
   // a thread copies 16 bytes of every K_TURN-th row of K and V_TURN-th of V, from here in the next block
@@ -52,7 +52,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   static_assert(K_TURN % 8 == 0 && V_TURN % 8 == 0 && SCALES <= THREADS * 16, "the swizzle is every turn's, scales are copied in one");
   const int thread = threadIdx.x, k_row = thread / (D / 16);
   const u32 k_to = base + K_AT + swizzled<D>(k_row, thread % (D / 16)), v_to = base + V_AT + swizzled<KEYS>(thread / 8, thread % 8);
-  const i8* k_from = k8 + (begin * KEYS + k_row) * k_token + thread % (D / 16) * 16;
+  const i8* k_from = k_int8 + (begin * KEYS + k_row) * k_token + thread % (D / 16) * 16;
   const u8* v_from = values + (z_k * blocks_k + padded_k + begin) * TILE + thread * 16;
   auto fetch = [&](int block, u32 further) {
     const int left = keys.length - block * KEYS - k_row;
@@ -73,7 +73,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
     const int row = row0 + i * 16 + h * 8 + g;
     const bool there = row < queries.length;
-    const i8* at = q8 + offset_of(q_batch, q_head, q_token, batch, head, queries.start + (there ? row : 0)) + t * 4;
+    const i8* at = q_int8 + offset_of(q_batch, q_head, q_token, batch, head, queries.start + (there ? row : 0)) + t * 4;
     UNROLL for (int k = 0; k < D / 32; k++) UNROLL for (int c = 0; c < 2; c++) q[i][k][h + 2 * c] = *(const u32*)(at + k * 32 + c * 16);
     qs[i][h] = there ? max_nan(q_scale[z_q * total_q + queries.start + row] * scale_2, 1e-37f) : 1.0f;
     m[i][h] = LOWEST;
@@ -209,7 +209,7 @@ KERNEL forward(const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* 
     int s[MT][2][4];
     UNROLL for (int j = 0; j < 2; j++) {
       const int key = number_of(j * 8 + g);
-      const i8* at = k8 + (key < keys.length ? key : 0) * k_token + t * 4;
+      const i8* at = k_int8 + (key < keys.length ? key : 0) * k_token + t * 4;
       UNROLL for (int i = 0; i < MT; i++) UNROLL for (int r = 0; r < 4; r++) s[i][j][r] = 0;
       UNROLL for (int k = 0; k < D / 32; k++) {
         const u32 low_word = *(const u32*)(at + k * 32), high_word = *(const u32*)(at + k * 32 + 16);

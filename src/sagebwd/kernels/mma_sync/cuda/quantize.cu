@@ -239,13 +239,13 @@ DEVICE void quantize_values(const u16* x, i64 pitch, const float* mean, const u8
   }
 }
 
-// q, k, v, q8 and k8 by their strides. k_mean and v_mean (batch, heads_k, D), or null. key_mask (batch, tokens_k) or null.
+// q, k, v, q_int8 and k_int8 by their strides. k_mean and v_mean (batch, heads_k, D), or null. key_mask (batch, tokens_k) or null.
 // q_scale (heads, total_q), k_scale (heads_k, total_k). values, first_values, first_numbers: as forward
 // reads them. Of scales by pairs the second two are what a sum that starts from MAGIC lacks, times the first two: of V,
 // whose codes meet P's less 128, 128 times the codes' sum too. grids: thread blocks of a head's rows of Q, K and V.
 KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k, i64 k_batch, i64 k_head, i64 k_token, const u16* v,
                 i64 v_batch, i64 v_head, i64 v_token, const float* k_mean, const float* v_mean, const u8* key_mask, const int* first_numbers,
-                i8* q8, i64 q8_batch, i64 q8_head, i64 q8_token, float* q_scale, i8* k8, i64 k8_batch, i64 k8_head, i64 k8_token,
+                i8* q_int8, i64 q_int8_batch, i64 q_int8_head, i64 q_int8_token, float* q_scale, i8* k_int8, i64 k_int8_batch, i64 k_int8_head, i64 k_int8_token,
                 float* k_scale, u8* values, void* first_values, const int* cu_seqlens_q, const int* cu_seqlens_k,
                 i64 all_heads, i64 all_heads_k, i64 heads, i64 heads_k, i64 tokens_q, i64 tokens_k, i64 total_q, i64 total_k, i64 blocks_k, i64 grid_q, i64 grid_k,
                 i64 grid_v) {
@@ -258,7 +258,7 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
     if (number * TILE >= queries.length) return;
     const i64 z = cu_seqlens_q ? head : owner;
     quantize_rows<false>(q + offset_of(q_batch, q_head, q_token, batch, head, queries.start), q_token, nullptr, nullptr,
-                  q8 + offset_of(q8_batch, q8_head, q8_token, batch, head, queries.start), q8_token, q_scale + z * total_q + queries.start, nullptr,
+                  q_int8 + offset_of(q_int8_batch, q_int8_head, q_int8_token, batch, head, queries.start), q_int8_token, q_scale + z * total_q + queries.start, nullptr,
                   number * TILE, queries.length, -1);
     return;
   }
@@ -276,7 +276,7 @@ KERNEL quantize(const u16* q, i64 q_batch, i64 q_head, i64 q_token, const u16* k
   if (!of_values) {
     const int last = FIRST == 0 ? -1 : first_numbers ? first_numbers[batch * FIRST + FIRST - 1] : FIRST - 1;
     quantize_rows<true>(k + offset_of(k_batch, k_head, k_token, batch, head, keys.start), k_token, k_mean ? k_mean + (i64)owner * D : nullptr, mask,
-                  k8 + offset_of(k8_batch, k8_head, k8_token, batch, head, keys.start), k8_token, k_scale + z * total_k + keys.start,
+                  k_int8 + offset_of(k_int8_batch, k_int8_head, k_int8_token, batch, head, keys.start), k_int8_token, k_scale + z * total_k + keys.start,
                   (float*)(values + (z * blocks_k + padded) * BLOCK + D * KEYS), number * TILE, keys.length, last);
     return;
   }

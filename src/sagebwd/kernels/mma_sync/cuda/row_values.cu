@@ -38,13 +38,13 @@ DEVICE void write_transposed(i8* to, i64 pitch, u32 from) {
 }
 DEVICE u32 word_of(const float* x) { return pack(x[0], x[1], x[2], x[3]); }
 
-// d_o, o, q8 and do8 by their strides. lse, dlse (or null) and q_scale (heads, total). do8_t, q8_t, do_scale, values: as
+// d_o, o, q_int8 and do_int8 by their strides. lse, dlse (or null) and q_scale (heads, total). do_t, q_t, do_scale, values: as
 // backward reads them; a block of dO that is zero has scale 0, so that sums lose no bits to it. delta = rowsum(dO O) - dlse.
-// INT8_DP: center, c R (batch, heads / group, D), and do8, codes of dO R, of a scale s a token; delta = s rowsum(codes
+// INT8_DP: center, c R (batch, heads / group, D), and do_int8, codes of dO R, of a scale s a token; delta = s rowsum(codes
 // (O - c) R) - dlse, so that dP and delta share dO's rounding. Else both are null.
 KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const u16* o, i64 o_batch, i64 o_head, i64 o_token,
-                  const i8* q8, i64 q_batch, i64 q_head, i64 q_token, const float* lse, const float* dlse, const float* q_scale, const float* center,
-                  i8* do8, i64 do8_batch, i64 do8_head, i64 do8_token, i8* do8_t, i8* q8_t, float* do_scale, float* values,
+                  const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const float* lse, const float* dlse, const float* q_scale, const float* center,
+                  i8* do_int8, i64 do_int8_batch, i64 do_int8_head, i64 do_int8_token, i8* do_t, i8* q_t, float* do_scale, float* values,
                   const int* cu_seqlens, i64 heads, i64 group, i64 tokens, i64 total, i64 blocks, i64 grid) {
   const Place place(blockIdx.x % (int)grid, blockIdx.x / (int)grid, cu_seqlens, (int)tokens, (int)heads, QUERIES);
   const int number = place.number, owner = place.owner, batch = place.batch, head = place.head;
@@ -59,13 +59,13 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
 
   d_o += offset_of(do_batch, do_head, do_token, batch, head, token) + 8 * t;
   o += offset_of(o_batch, o_head, o_token, batch, head, token) + 8 * t;
-  q8 += offset_of(q_batch, q_head, q_token, batch, head, token) + 8 * t;
+  q_int8 += offset_of(q_batch, q_head, q_token, batch, head, token) + 8 * t;
   Eight of_do[D / 32], of_o[D / 32];
   u32 of_q[WORDS];
   UNROLL for (int j = 0; j < D / 32; j++) of_do[j] = load_eight(d_o + 32 * j, inside);
   UNROLL for (int j = 0; j < D / 32; j++) of_o[j] = load_eight(o + 32 * j, inside);
   UNROLL for (int j = 0; j < D / 32; j++) {
-    const uint2 two = inside ? *(const uint2*)(q8 + 32 * j) : make_uint2(0, 0);
+    const uint2 two = inside ? *(const uint2*)(q_int8 + 32 * j) : make_uint2(0, 0);
     of_q[2 * j] = two.x;
     of_q[2 * j + 1] = two.y;
   }
@@ -93,7 +93,7 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
   const float scale = psi_scale(largest), inverse = reciprocal(scale);
   UNROLL for (int i = 0; i < D / 4; i++) x[i] = coded(x[i], scale, inverse);
   if (inside) UNROLL for (int j = 0; j < D / 32; j++)
-    *(uint2*)(do8 + offset_of(do8_batch, do8_head, do8_token, batch, head, token) + 32 * j + 8 * t) = make_uint2(word_of(x + 8 * j), word_of(x + 8 * j + 4));
+    *(uint2*)(do_int8 + offset_of(do_int8_batch, do_int8_head, do_int8_token, batch, head, token) + 32 * j + 8 * t) = make_uint2(word_of(x + 8 * j), word_of(x + 8 * j + 4));
   center += (i64)(owner / (int)group) * D + 8 * t;
   float y[D / 4];
   UNROLL for (int i = 0; i < D / 4; i++) y[i] = of_o[i / 8].at(i % 8);
@@ -142,6 +142,6 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
   store_transposed(base + DO_AT, of_block, warp, lane);
   __syncthreads();
   const i64 pitch = blocks * QUERIES, column = z * D * pitch + (block - z * blocks) * QUERIES;
-  write_transposed(do8_t + column, pitch, base + DO_AT);
-  write_transposed(q8_t + column, pitch, base + Q_AT);
+  write_transposed(do_t + column, pitch, base + DO_AT);
+  write_transposed(q_t + column, pitch, base + Q_AT);
 }

@@ -39,7 +39,7 @@ class Written(NamedTuple):
     """What `launch_forward` wrote beside O: Q's INT8 codes, and their FP32 scales, one a token; lse and,
     where the call keeps them, row maxima times log2(e), FP32."""
 
-    q: Tensor
+    q_int8: Tensor
     q_scale: Tensor
     lse: Tensor
     row_max: Tensor | None
@@ -59,18 +59,19 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     q = q if fits_tma(q) else contiguous(q)
     written = launch_forward(call, q, quantized, v, o)
     return Saved(
-        o, written.lse, written.q, written.q_scale, quantized.k, quantized.k_scale, written.row_max, quantized.k_mean
-    )
+        o, written.lse, written.q_int8, written.q_scale, quantized.k_int8, quantized.k_scale, written.row_max,
+        quantized.k_mean,
+    )  # fmt: skip
 
 
 def _forward_of_codes(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """The same of q and k that the call has normalised and rotated first: their codes alone are written."""
     made = launch_norm_rope_codes(call, q, k)
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
-    given = (made.q, made.q_scale)
+    given = (made.q_int8, made.q_scale)
     written = launch_forward(call, None, made.k, v, o, codes=given)
     return Saved(
-        o, written.lse, *given, made.k.k, made.k.k_scale, written.row_max, made.k.k_mean, made.q_inverse_rms,
+        o, written.lse, *given, made.k.k_int8, made.k.k_scale, written.row_max, made.k.k_mean, made.q_inverse_rms,
         made.k_inverse_rms,
     )  # fmt: skip
 
@@ -107,8 +108,8 @@ def launch_forward(
     )  # fmt: skip
     arguments = Arguments(
         q=q,
-        q_int8=written.q,
-        k=quantized.k,
+        q_int8=written.q_int8,
+        k=quantized.k_int8,
         v=v,
         o=o,
         lse=written.lse,

@@ -56,7 +56,7 @@ TILES = Tiles()
 class Codes(NamedTuple):
     """INT8 codes of Q in its shape and of K, FP32 scales, and 1 / rms of their rows, None where there is no norm."""
 
-    q: Tensor
+    q_int8: Tensor
     q_scale: Tensor
     k: QuantizedK
     q_inverse_rms: Tensor | None
@@ -130,16 +130,18 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
     launch(
         kernel_of(of_queries, arch),
         (chunks * all_heads + q_programs,),
-        q, *queries.strides(q), out.q, *queries.strides(out.q), out.q_scale, out.q_inverse_rms, prologue.q_weight,
-        *tables_of(prologue.q_cos, prologue.q_sin), queries.heads, q_tokens, k, *keys.strides(k), prologue.k_weight,
+        q, *queries.strides(q), out.q_int8, *queries.strides(out.q_int8), out.q_scale, out.q_inverse_rms,
+        prologue.q_weight, *tables_of(prologue.q_cos, prologue.q_sin),
+        queries.heads, q_tokens, k, *keys.strides(k), prologue.k_weight,
         *tables_of(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.largest_norm, keys.cu_seqlens,
         keys.heads, keys.extent, chunk, chunks, all_heads, int(sampled), eps,
     )  # fmt: skip
     launch(
         kernel_of(of_keys, arch),
         (max(keys.blocks(SCALE_BLOCK), 1) * k_batch * -(-keys.heads // tiles.k_heads),),
-        k, *keys.strides(k), out.k.k, *keys.strides(out.k.k), out.k.k_scale, out.k.lane_scale, out.k_inverse_rms,
-        prologue.k_weight, *tables_of(prologue.k_cos, prologue.k_sin), sums, turned_sums, counts, out.k.k_mean,
+        k, *keys.strides(k), out.k.k_int8, *keys.strides(out.k.k_int8), out.k.k_scale, out.k.lane_scale,
+        out.k_inverse_rms, prologue.k_weight, *tables_of(prologue.k_cos, prologue.k_sin),
+        sums, turned_sums, counts, out.k.k_mean,
         out.k.largest_norm, out.k.tiles_taken, keys.cu_seqlens, keys.heads, keys.extent, keys.total,
         keys.blocks(SCALE_BLOCK), chunk, chunks, all_heads, eps,
     )  # fmt: skip

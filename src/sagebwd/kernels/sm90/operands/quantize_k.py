@@ -71,7 +71,7 @@ MAXIMA = {"BLOCK": 32, "STAGES": 4, "num_warps": 4}
 class QuantizedK(NamedTuple):
     """Outputs of `launch_quantize_k`: INT8 K in k's shape, FP32 scales, and K's mean."""
 
-    k: Tensor
+    k_int8: Tensor
     k_scale: Tensor  # one a token
     lane_scale: Tensor  # (heads, padded blocks, 4)
     k_mean: Tensor  # (batch, heads, D)
@@ -157,7 +157,7 @@ def sum_piece(
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "blocks", "parts", "chunks", "all_heads"])
 def key_codes_kernel(
-    k, sums, turned_sums, counts, k_int8, scales, lane_scales, largest, mean, taken, key_mask, cu_seqlens, heads,
+    k, sums, turned_sums, counts, k_int8, k_scale, lane_scale, largest, mean, taken, key_mask, cu_seqlens, heads,
     tokens, total, blocks, parts, chunks, all_heads, head_dim: tl.constexpr, TURNED: tl.constexpr,
     VARLEN: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -195,12 +195,12 @@ def key_codes_kernel(
     if TURNED:
         for i in tl.range(number, last, apart, num_stages=STAGES):
             store_quantized(
-                k, mu, rotation, k_int8, scales, lane_scales, largest, key_mask, i, batch, head, batch_head, z, start,
+                k, mu, rotation, k_int8, k_scale, lane_scale, largest, key_mask, i, batch, head, batch_head, z, start,
                 length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
             )  # fmt: skip
     elif number < last:
         store_quantized(
-            k, mu, None, k_int8, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start,
+            k, mu, None, k_int8, k_scale, lane_scale, largest, key_mask, number, batch, head, batch_head, z, start,
             length, tokens, total, blocks, head_dim, VARLEN, BLOCK, COLUMNS,
         )  # fmt: skip
 
@@ -225,7 +225,7 @@ def mean_of(sums, at, count, there, FIRST: tl.constexpr, head_dim: tl.constexpr,
 
 @triton.jit
 def store_quantized(
-    k, mu, rotation, k_int8, scales, lane_scales, largest, key_mask, number, batch, head, batch_head, z, start, length,
+    k, mu, rotation, k_int8, k_scale, lane_scale, largest, key_mask, number, batch, head, batch_head, z, start, length,
     tokens, total, blocks, head_dim: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block of `key_codes_kernel`; mu: K's mean, of rotated keys if they are, by pieces of channels."""
@@ -242,14 +242,14 @@ def store_quantized(
     if key_mask is not None:
         keep = keep & (tl.load(key_mask + batch.to(tl.int64) * tokens + first + local, mask=inside, other=0) != 0)
     store_codes(
-        centred(tile, mu, keep), mu, inside, k_int8, scales, lane_scales, largest, number, batch, head, batch_head, z,
+        centred(tile, mu, keep), mu, inside, k_int8, k_scale, lane_scale, largest, number, batch, head, batch_head, z,
         start, total, blocks, head_dim, rotation is not None, VARLEN, BLOCK, COLUMNS,
     )  # fmt: skip
 
 
 @triton.jit
 def store_codes(
-    tile, mu, inside, k_int8, scales, lane_scales, largest, number, batch, head, batch_head, z, start, total, blocks,
+    tile, mu, inside, k_int8, k_scale, lane_scale, largest, number, batch, head, batch_head, z, start, total, blocks,
     head_dim: tl.constexpr, ROTATED: tl.constexpr, VARLEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Codes and scales of a block of keys less their mean, FP32 by pieces of channels, as `key_codes_kernel` has them.
@@ -267,8 +267,8 @@ def store_codes(
         if len(mu) > 1:
             largest_mu = tl.maximum(largest_mu, tl.max(tl.abs(mu[1]), 0))
         lanes = tl.where(lanes < largest_mu * ROUNDING, 0.0, lanes)
-    lane_scale = psi_scale(lanes)
-    scale = lane_scale[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
+    of_lanes = psi_scale(lanes)
+    scale = of_lanes[None, :, None].broadcast_to(BLOCK // 8, LANES, 2).reshape(BLOCK)
     out = row_of(k_int8, batch, head, start + first) + local[:, None] * pitch_of(k_int8)
     squares = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(len(tile)):
@@ -276,11 +276,11 @@ def store_codes(
         x_int8 = to_int8(divide(tile[piece], scale[:, None], (1.0 / scale)[:, None]))
         tl.store(out + columns[None, :], x_int8, mask=inside[:, None] & (columns < COLUMNS)[None, :])
         squares += tl.sum(tile[piece] * tile[piece], 1)
-    tl.store(scales + z * total + start + first + local, scale, mask=inside)
+    tl.store(k_scale + z * total + start + first + local, scale, mask=inside)
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
-    tl.store(lane_scales + block * LANES + tl.arange(0, LANES), lane_scale)
+    tl.store(lane_scale + block * LANES + tl.arange(0, LANES), of_lanes)
     # a lane of zeros has the scale 1, and nothing to round
-    step = tl.max(tl.where(lanes == 0, 0.0, lane_scale), 0)
+    step = tl.max(tl.where(lanes == 0, 0.0, of_lanes), 0)
     norm = tl.sqrt(tl.max(squares, 0)) + step * (0.5 * head_dim**0.5)
     tl.atomic_max(largest + batch_head, norm.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -397,8 +397,8 @@ def launch_quantize_k(
     launch(
         key_codes_kernel,
         (programs,),
-        Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k, keys), out.k_scale, out.lane_scale, largest,
-        out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.extent, keys.total,
+        Strided.of(k, keys), sums, turned_sums, counts, Strided.of(out.k_int8, keys), out.k_scale, out.lane_scale,
+        largest, out.k_mean, out.tiles_taken, key_mask, keys.cu_seqlens, keys.heads, keys.extent, keys.total,
         keys.blocks(block_k), parts, chunks, all_heads, BLOCK=block_k,
         LEAST=SAMPLED_CHUNK if k_sampled else CHUNK, CHUNKS=most,
         STAGES=max(2, TURNED_STAGES // block_d), COLUMNS=columns, num_warps=WARPS * max(1, block_d // 128), **shape,

@@ -16,8 +16,8 @@ DEVICE void add_four(float* sum, const float* at) {
 // A thread block has a block of keys, several heads one after another. k, codes, cos and sin: as query_codes.cu has q's.
 // scales (heads, total) and inverse_rms, one a key; lane_scales (heads, blocks, 4); mean (batch, heads, D); largest: raised
 // to what no norm of a head's keys as codes exceeds; taken: set to 0.
-KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, i64 codes_batch, i64 codes_head, i64 codes_token,
-                 float* scales, float* lane_scales, float* inverse_rms, const void* weight, const u8* cos, const u8* sin, i64 table_batch,
+KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* k_int8, i64 k_int8_batch, i64 k_int8_head, i64 k_int8_token,
+                 float* k_scale, float* lane_scale, float* inverse_rms, const void* weight, const u8* cos, const u8* sin, i64 table_batch,
                  i64 table_token, const float* sums, const float* turned_sums, const float* counts, float* mean, float* largest, int* taken,
                  const int* cu_seqlens, i64 heads, i64 tokens, i64 total, i64 blocks, i64 chunk, i64 chunks, i64 all_heads, float eps) {
   const Lane lane;
@@ -115,14 +115,14 @@ KERNEL key_codes(const u16* k, i64 k_batch, i64 k_head, i64 k_token, i8* codes, 
     const i64 owner = batch * heads + head, z_head = cu_seqlens ? head : owner, place = z_head * total + keys.start + row;
     UNROLL for (int n = 0; n < 2; n++) {
       if (!inside[n]) continue;
-      store_codes(z[n], inverse, codes + offset_of(codes_batch, codes_head, codes_token, batch, head, keys.start + row + 8 * n), lane.t);
+      store_codes(z[n], inverse, k_int8 + offset_of(k_int8_batch, k_int8_head, k_int8_token, batch, head, keys.start + row + 8 * n), lane.t);
       if (lane.t == 0) {
-        scales[place + 8 * n] = scale;
+        k_scale[place + 8 * n] = scale;
         if (NORM) inverse_rms[place + 8 * n] = r[n];
       }
     }
     if (lane.warp == 0) {
-      if ((threadIdx.x & 7) == 0) lane_scales[(z_head * blocks + keys.padded(cu_seqlens, batch, KEYS) + block) * LANES + (lane.g >> 1)] = scale;
+      if ((threadIdx.x & 7) == 0) lane_scale[(z_head * blocks + keys.padded(cu_seqlens, batch, KEYS) + block) * LANES + (lane.g >> 1)] = scale;
       // a lane of zeros has the scale 1, and nothing to round
       float step = amax == 0 ? 0.0f : scale;
       step = max_nan(step, from_lane_xor(step, 8));

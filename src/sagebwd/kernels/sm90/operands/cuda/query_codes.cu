@@ -59,8 +59,8 @@ DEVICE void sum_keys(const u16* k, i64 pitch, const u8* cos, const u8* sin, i64 
 // (chunks, heads_k, D) sums of K's chunks, their products with R, and counts (chunks, heads_k); largest (heads_k) is set
 // to 0. q, codes, k by their strides, cos and sin by bytes between sequences and tokens, which lie alike. sampled: K's
 // mean is of a sample of sequences that are long enough. inverse_rms: 1 / rms of Q's rows.
-KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes, i64 codes_batch, i64 codes_head, i64 codes_token,
-                   float* scales, float* inverse_rms, const void* q_weight, const u8* q_cos, const u8* q_sin, i64 q_table_batch, i64 q_table_token,
+KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* q_int8, i64 q_int8_batch, i64 q_int8_head, i64 q_int8_token,
+                   float* q_scale, float* inverse_rms, const void* q_weight, const u8* q_cos, const u8* q_sin, i64 q_table_batch, i64 q_table_token,
                    i64 heads, i64 tokens, const u16* k, i64 k_batch, i64 k_head, i64 k_token, const void* k_weight, const u8* k_cos,
                    const u8* k_sin, i64 k_table_batch, i64 k_table_token, float* sums, float* turned_sums, float* counts, float* largest,
                    const int* cu_seqlens_k, i64 heads_k, i64 tokens_k, i64 chunk, i64 chunks, i64 all_heads_k, i64 sampled, float eps) {
@@ -110,10 +110,10 @@ KERNEL query_codes(const u16* q, i64 q_batch, i64 q_head, i64 q_token, i8* codes
       UNROLL for (int j = 0; j < J; j++) UNROLL for (int c = 0; c < 8; c++) amax = max_nan(amax, fabsf(turned[n][j][c]));
       const float scale = psi_scale(largest_over_row(amax));
       if (!inside || head + n >= last) continue;
-      store_codes(turned[n], reciprocal(scale), codes + offset_of(codes_batch, codes_head, codes_token, batch, head + n, token), lane.t);
+      store_codes(turned[n], reciprocal(scale), q_int8 + offset_of(q_int8_batch, q_int8_head, q_int8_token, batch, head + n, token), lane.t);
       const i64 row = ((i64)batch * heads + head + n) * tokens + token;
       if (lane.t == 0) {
-        scales[row] = TURNED ? scale * ROOT : scale;
+        q_scale[row] = TURNED ? scale * ROOT : scale;
         if (NORM) inverse_rms[row] = r[n];
       }
     }
