@@ -33,6 +33,8 @@ COUNT = "heads over the batch, chunks or programs of one launch: each has more t
 ONE_HEAD = "numbers of one head, of which `Packing.padded` allows fewer than 2^31"
 FIRST_CHUNKS = "numbers of a sequence's chunks, a 256th of K's"
 ROW = "a row of a matrix for TMA, whose coordinates have 32 bits; a row has 64 channels or more"
+LISTED = "lists of a mask, tiles of one head, or programs of them, fewer than memory has numbers"
+WIDENED = "of 64 bits: batch, head and of_head are cast where they are found"
 OF_TILE = "rows of one tile, times keys of a mask"
 NARROW = {
     "queries * pitch": OF_TILE,
@@ -89,10 +91,39 @@ NARROW = {
     "work_tile.batch * do_b": ROW,
     "work_tile.batch * of_batch": ROW,
     "work_tile.head * of_head": ROW,
-    "last_row * pitch": ROW,
-    "to_row * pitch": ROW,
-    "(last_head * blocks_q + block_0 + gl.maximum(last_block, 1)) * BLOCK_Q": ROW,
-    "(to_head * blocks_q + block_0 + to_block) * BLOCK_Q": ROW,
+    "to_row * c.pitch": ROW,
+    "(to_row * c.sizes.blocks_q + c.block_0 + to_block) * WIDTH.backward.queries": ROW,
+    "(first + within % heads) * grid.blocks_q": COUNT,
+    "grid.heads_at_once * grid.blocks_q": COUNT,
+    "number // together * grid.heads_at_once": COUNT,
+    "number % chunks * TOKENS": POSITION,
+    "number % tiles_k * TILE": POSITION,
+    "number // tiles_k % tiles_q * TILE": POSITION,
+    "tokens_k * UNIT": POSITION,
+    "all_heads * columns": LISTED,
+    "turn % all_heads * columns": LISTED,
+    "group * rows": LISTED,
+    "of_list * group * step": LISTED,
+    "chunk * TILES": LISTED,
+    "chunks * tiles_q": LISTED,
+    "row * tiles_k": LISTED,
+    "tiles_q * tiles_k": LISTED,
+    "at * stride": LISTED,
+    "of_head // heads * copies": LISTED,
+    "batch * count_batch": WIDENED,
+    "batch * full_batch": WIDENED,
+    "batch * full_count_batch": WIDENED,
+    "batch * index_batch": WIDENED,
+    "batch * stride_batch": WIDENED,
+    "batch * stride_keys": WIDENED,
+    "batch * tile_batch": WIDENED,
+    "batch * tokens_k": WIDENED,
+    "head % heads * stride_head": WIDENED,
+    "head // heads * stride_batch": WIDENED,
+    "of_head % heads * stride_head": WIDENED,
+    "of_head // heads * stride_batch": WIDENED,
+    "of_head // heads * stride_keys": WIDENED,
+    "of_head * count * rows": WIDENED,
     "(work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k": ROW,
 }
 

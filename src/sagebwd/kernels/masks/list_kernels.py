@@ -356,7 +356,7 @@ def _key_lists_kernel(
 @triton.jit
 def _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns):
     """Where lists of heads counted over the batch begin, how many blocks they have seen in part, and at all."""
-    head, column = number // columns, number % columns
+    head, column = (number // columns).to(tl.int64), number % columns
     at = head // heads * stride_batch + head % heads * stride_head + column * stride_row
     in_part = tl.load(lists + at, mask=number < count, other=0)
     return at, in_part, in_part + tl.load(lists + at + 1, mask=number < count, other=0)
