@@ -37,7 +37,7 @@ CUDA = ROOT / "src/sagebwd/kernels/mma_sync/cuda"
 META = torch.device("meta")
 # The call of the page: a causal one.
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM = 1, 16, 4, 4096, 128
-# Of each family, and recipe: forward and backward, the compute capability, the head_dim.
+# Of each family: forward and backward, the recipe, the compute capability, the head_dim.
 FAMILIES = {
     "hopper": (hopper_forward.forward, hopper_backward.backward, "mixed", 90, HEAD_DIM),
     "hopper-256": (hopper_forward.forward, hopper_backward.backward, "mixed", 90, 256),
@@ -60,7 +60,6 @@ PURPOSE = {
     "value_kernel": "steps 1, 3 and 5: dV of 128 keys",
     "key_query_kernel": "steps 1 to 4, 6 and 7: dK of 128 keys, and their share of dQ",
     "finish_dq_kernel": "dQ from its FP16 sums: scaled, transposed, turned back by R",
-    "finish_gradients": "dQ and dK from their sums: scaled, turned back by R",
     "transpose_kernel": "K's codes transposed, an operand of dQ",
     "grad_out_kernel": "delta, lse and scales by row; codes of dO, transposed, and of Q",
     "row_values": "delta, lse and scales by row; codes of dO, transposed, and of Q",
@@ -214,7 +213,7 @@ def table(direction: Direction) -> str:
                 becomes = f" → **{returned}**" if returned and returned != name else ""
                 shown = f"**{name}**" if returned == name else f"`{name}`"
                 shape = " x ".join(map(str, x.shape))
-                makes.append(f"{shown}{becomes} {shape} {SHORT[x.dtype]}, {size(x.untyped_storage().nbytes())}{zeros}")
+                makes.append(f"{shown}{becomes} {shape} {SHORT[x.dtype]}, {size(x.nbytes)}{zeros}")
         reads = ", ".join(dict.fromkeys(x for x in reads if not x.endswith(f" of {number}")))
         lines.append(f"| {number} | `{kernel}` | {PURPOSE[kernel]} | {reads} | {'; '.join(makes)} |")
     return "\n".join(lines) + "\n"
@@ -226,9 +225,8 @@ def written(page: str) -> str:
         for name, direction in of_family(family).items():
             begin, end = f"<!-- launches: {family} {name} -->\n", "<!-- end -->\n"
             before, found, rest = page.partition(begin)
-            if not found:
-                raise ValueError(f"{PAGE} has no {begin}")
-            page = before + begin + table(direction) + end + rest.partition(end)[2]
+            if found:
+                page = before + begin + table(direction) + end + rest.partition(end)[2]
     return page
 
 

@@ -125,8 +125,10 @@ def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -
     rows, refusals = [], []
     for direction in (FORWARD, BACKWARD):
         candidates = family, *([FAMILIES[family.falls_back]] if family.falls_back else [])
-        for row in (candidate.row(direction) for candidate in candidates):
+        for candidate in candidates:
+            row = candidate.row(direction)
             if row is None:
+                refusals.append(f"{candidate.name} has no {direction}")
                 continue
             reason = row.refusal(recipe, ask.head_dim, ask.value_dim, dtype)
             if reason is None and row.needs and not with_extras:

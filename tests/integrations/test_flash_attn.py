@@ -243,7 +243,7 @@ def test_deterministic_is_traced(given):
 
     def backend(module, inputs):
         found.extend(
-            node.args[-1] for node in module.graph.nodes if node.target is torch.ops.sagebwd.attention.default
+            node.args[18] for node in module.graph.nodes if node.target is torch.ops.sagebwd.attention.default
         )
         return module.forward
 

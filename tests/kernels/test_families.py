@@ -59,7 +59,7 @@ def test_a_family_is_a_folder_and_a_record(toy, width, is_causal):
         assert relative_l2(actual, expected) < 0.01
 
 
-def test_who_runs_a_call_follows_from_the_record(toy):
+def test_who_runs_a_call_follows_from_the_record(toy, monkeypatch):
     ask = Ask("auto", 64, 64, torch.bfloat16, torch.device("cuda", 0))
 
     def chosen(arch, **changes):
@@ -76,6 +76,9 @@ def test_who_runs_a_call_follows_from_the_record(toy):
         chosen(90, impl="toy")
     with pytest.raises(NotImplementedError, match="head_dim 65 is not one of 1 to 64"):
         chosen(100, impl="toy", head_dim=65, value_dim=65)
+    monkeypatch.setitem(families.FAMILIES, "toy", toy._replace(falls_back=None))
+    with pytest.raises(NotImplementedError, match="toy has no backward"):
+        chosen(100, impl="toy")
     with pytest.raises(ValueError, match="accepted: None, 'reference', 'triton', 'mma_sync', 'hopper', 'toy'"):
         chosen(100, impl="top")
 

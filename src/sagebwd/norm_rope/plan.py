@@ -3,7 +3,7 @@
 Hopper's do: codes of Q and K are made of the projections' outputs at once, and the rows between are not written
 (`sagebwd.kernels.sm90.operands.norm_rope_codes`). Every other call is composed of `sagebwd.norm_rope.ops` and
 `sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse or largest logits are asked
-for.
+for, of DTensors.
 
 A trace decides by what it knows of a call: shapes, dtypes, the device and settings.
 """
@@ -22,6 +22,7 @@ from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_ar
 from sagebwd.auto import choice as auto_choice
 from sagebwd.call import Ask, Prologue, keeps_inputs
 from sagebwd.counts import answer, counts
+from sagebwd.dtensor import shares_of
 from sagebwd.planning import specification
 from sagebwd.planning.plan import Plan
 from sagebwd.recipe import AUTO, Recipe
@@ -68,6 +69,8 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[s
 def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Tensor | None:
     """The output by attention's operator, or None where the call is composed. Raises as `sage_attention`."""
     if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
+        return None
+    if shares_of(q, k, v, None, None, packed=q.dim() == 3) is not None:  # of DTensors
         return None
     checked = _checked(q, k, v, prologue, options)
     if checked is None or auto_choice.contender_of(checked.ask, checked.size, None, False) is not None:

@@ -182,14 +182,14 @@ def dq_kernel(
                     block_scale = tl.load(k_scale + first_k)
                 else:
                     key_scale = load_scales(k_scale, first_k, keys, left, masked)
-            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # S = Q K^T
+            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # (1) [GEMM] S = Q K^T
             if mask is not None and masked:
                 element = load_elements(
                     mask, elements, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left
                 )
                 if mask.BIAS:
                     s += element.to(tl.float32) * LOG2_E
-            p = recompute_p(s, row_lse[:, None], mask)  # P = exp2(S - lse)
+            p = recompute_p(s, row_lse[:, None], mask)  # (3) P = exp2(S - lse)
             if masked:
                 keep = visible_pairs(first_q, queries, first_k, keys, left, bounds, key_mask)
                 if mask is not None:
@@ -202,6 +202,7 @@ def dq_kernel(
             value_scale = None
             if INT8_DP:
                 value_scale = load_scales(v_scale, first_k, keys, left, masked)[None, :]
+            # (2) [GEMM] dP - delta = dO V^T - delta, and (4) dS = P * (dP - delta);
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
             ds = score_gradients(
                 p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64
@@ -226,13 +227,13 @@ def dq_kernel(
                     ds_scale = ds_scale * block_scale
                 TMA: tl.constexpr = k_tma is not None
                 operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
-                acc = accumulate(acc, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # dQ += dS K
+                acc = accumulate(acc, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # (7) dQ += dS K
             else:
                 operand = load_rows(
                     rows_at + first_64 * pitch_of(k_rows), keys, columns, pitch_of(k_rows), left, head_dim,
                     not masked, EVEN,
                 )  # fmt: skip
-                acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dQ += dS K
+                acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # (7) dQ += dS K
 
     if DO_SCALE_LAST:
         acc *= do_scale[:, None]

@@ -217,7 +217,7 @@ def forward_kernel(
                 k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
                 not masked, BLOCK_K, BLOCK_D, VARLEN,
             )  # fmt: skip
-            s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)  # S = Q K^T
+            s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)  # (1) [GEMM] S = Q K^T
             missing_scale = row_scale  # Q's, which S still lacks
             if masked:
                 keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, key_mask)
@@ -238,15 +238,15 @@ def forward_kernel(
                         s += element.to(tl.float32) * LOG2_E
                         missing_scale = None
                 s = tl.where(keep, s, float("-inf"))
-            p, block_max = probabilities(s, missing_scale)  # P = exp2(S - block_max)
+            p, block_max = probabilities(s, missing_scale)  # (2) P = exp2(S - block_max)
             m_new = tl.maximum(m, block_max)
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             alpha = exp2(m - safe)  # rescales O and l
             beta = exp2(block_max - safe)  # scales this block's P
-            l = l * alpha + tl.sum(p, 1) * beta  # l = alpha l + beta rowsum(P)
+            l = l * alpha + tl.sum(p, 1) * beta  # (3) l = alpha l + beta rowsum(P)
             m = m_new
             if INT8_O:
-                acc = accumulate_int8(  # O = alpha O + beta P V
+                acc = accumulate_int8(  # (4) [GEMM] O = alpha O + beta P V
                     acc, p, alpha, beta, v, v_tma, column_sum, z_k, padded_k + block, block_k + block, blocks_k,
                     columns, head_dim, V_SCALE, BLOCK_K, BLOCK_D,
                 )  # fmt: skip
@@ -258,7 +258,7 @@ def forward_kernel(
                 if masked and VARLEN and v_tma is not None:  # P is 0 there, but 0 times the next sequence's NaN is NaN
                     v_tile = tl.where((keys < left)[:, None], v_tile, 0.0)
                 part = dot_16bit(to_16bit(p, v_tile.dtype), v_tile)  # P V
-                acc = acc * alpha[:, None] + part * beta[:, None]  # O = alpha O + beta P V
+                acc = acc * alpha[:, None] + part * beta[:, None]  # (4) [GEMM] O = alpha O + beta P V
 
     acc = acc / l[:, None]  # O /= l
     if INT8_O and V_SCALE == "sequence":

@@ -522,9 +522,9 @@ class Forward:
         if const_expr(masked and self.variant.lists):  # loaded early: it comes from memory
             mask = self.mask_of(consumer, queries, block, ring.stage)
         self.wait_scheduler(index)
-        self.queue_s(mmas.s, tile.s, smem.q, smem.k, ring.stage)  # S = Q K^T
+        self.queue_s(mmas.s, tile.s, smem.q, smem.k, ring.stage)  # (1) [GEMM] S = Q K^T
         cute.arch.mbarrier_wait(memory.v_full + before.stage, before.phase)
-        self.queue_o(mmas.o, tile.o, tile.p, smem.v, before.stage)  # O += P V of the block before
+        self.queue_o(mmas.o, tile.o, tile.p, smem.v, before.stage)  # (4) [GEMM] O += P V, of the block before
         self.arrive_scheduler(index)
         look = const_expr(free and self.variant.row_max)
         if const_expr(look):
@@ -537,18 +537,19 @@ class Forward:
         if const_expr(not held):
             self.release_keys(memory, ring.stage)
         needs_rescale = Boolean(False)
-        if const_expr(not free):  # max_ref and alpha
+        if const_expr(not free):  # (2) max_ref and alpha
             needs_rescale = self.softmax.update_maxima(tile.s, tile.x, state, factors, mask, False, masked)
         if const_expr(held):
             self.release_keys(memory, ring.stage)
-        parts = self.softmax.exponentials(tile.s, tile.x, state, factors, masked)  # P = exp2(S - max_ref)
+        # (2) P = exp2(S - max_ref), (3) l += rowsum(P)
+        parts = self.softmax.exponentials(tile.s, tile.x, state, factors, masked)
         if const_expr(look):
             self.softmax.update_row_max(tile.x, parts, state)
         warpgroup.wait_group(0)
         self.release(memory.v_empty + before.stage)
         self.softmax.pack(tile.x, tile.p)  # P in 16 bit
         if const_expr(not free):
-            self.rescale(tile.o, state, needs_rescale)  # O *= alpha
+            self.rescale(tile.o, state, needs_rescale)  # (4) O *= alpha
         return ring
 
     @cute.jit
