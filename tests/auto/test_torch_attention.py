@@ -413,7 +413,7 @@ def test_a_trace_of_packed_calls_takes_a_length_that_it_reads(monkeypatch):
 
     def chosen(q, offsets):
         longest = offsets.diff().max().item()
-        checked = arguments.packed_arguments_of(q, q, q, (offsets, offsets), (longest, longest), *options)
+        checked = arguments.packed_arguments_of(q, q, q, offsets, offsets, longest, longest, *options)
         contender = auto_choice.contender_of(checked.ask._replace(device=CARD), checked.size, None, False)
         return q * (1 if contender is None else 2)
 
