@@ -84,11 +84,15 @@ def address_of(x) -> int:
 
 
 def assert_same(first: list, again: list, given: list[tuple[Tensor, Tensor]]) -> dict[int, int]:
-    """That ``again`` launches what ``first`` did; returns where each piece of memory lies now, by where it lay."""
+    """That ``again`` launches what ``first`` did; returns where each piece of memory lies now, by where it lay.
+
+    Two pieces share bytes where no launch that has one is between those that have the other.
+    """
     moved = {a.data_ptr(): b.data_ptr() for a, b in given}
-    made, sizes = {}, {}
+    made, sizes, lives = {}, {}, {}
     assert len(first) == len(again)
-    for (name, grid, arguments, zeros), (name_again, grid_again, others, zeros_again) in zip(first, again):
+    for number, (launched, launched_again) in enumerate(zip(first, again)):
+        (name, grid, arguments, zeros), (name_again, grid_again, others, zeros_again) = launched, launched_again
         assert (name, grid, zeros) == (name_again, grid_again, zeros_again)
         assert len(arguments) == len(others)
         for x, y in zip(arguments, others):
@@ -110,10 +114,14 @@ def assert_same(first: list, again: list, given: list[tuple[Tensor, Tensor]]) ->
             start = address_of(y) - (x.data_ptr() - storage.data_ptr())
             assert made.setdefault(storage.data_ptr(), start) == start
             sizes[storage.data_ptr()] = storage.nbytes()
-    taken = sorted((start, start + sizes[root]) for root, start in made.items())
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(taken))
+            begun, _ = lives.get(storage.data_ptr(), (number, number))
+            lives[storage.data_ptr()] = begun, number
+    taken = [(start, start + sizes[root], *lives[root]) for root, start in made.items()]
+    for one, other in itertools.combinations(taken, 2):
+        apart = one[1] <= other[0] or other[1] <= one[0]
+        assert apart or one[3] < other[2] or other[3] < one[2]
     for address in moved.values():
-        assert not any(start <= address < end for start, end in taken)
+        assert not any(start <= address < end for start, end, *_ in taken)
     return made
 
 
