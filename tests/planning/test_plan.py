@@ -30,6 +30,7 @@ from sagebwd.reference.metrics import relative_l2
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime import launchers, program
+from tests import torch_lists
 from tests.attention_case import after_an_element
 from tests.attention_case import leaves as leaves_of
 from tests.gpus import DEVICE
@@ -627,7 +628,8 @@ def test_threads_share_the_programs_of_a_plan(stand_ins):
 @interpreted
 @pytest.mark.parametrize("way", ["dense", "without gradients", "padding", "mask", "packed"])
 def test_a_launch_is_few_calls_below_the_public_function(way, monkeypatch):
-    """In the first call as in later ones."""
+    """In the first call as in later ones, but for lists of a new mask, which a program of their own launches."""
+    torch_lists.stand_in(monkeypatch.setattr)
     depths, made, start = [], [], launchers.Interpreted.start
 
     def noted(self, *given):
