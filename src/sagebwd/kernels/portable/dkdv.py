@@ -120,7 +120,8 @@ class QueryBlock(NamedTuple):
     first: tl.tensor
     left: tl.tensor  # from the first on
     numbers: tl.tensor  # from the first on, too
-    padded: tl.tensor  # the block's number among its head's, counted with padding
+    number: tl.tensor  # the block's, in its sequence
+    before: tl.tensor  # blocks of the head before the sequence's first, with padding
     tile: tl.tensor  # number, among all heads', of the recipe's block of queries that it is, or is a part of
 
 
@@ -139,12 +140,13 @@ def load_keys(
     v_at = row_of(v, batch, head, start + first)
     k_tile = load_rows(k_at, keys, columns, pitch_of(k), left, head_dim, False, EVEN)
     v_tile = load_rows(v_at, keys, columns, pitch_of(v), left, head_dim, False, EVEN)
+    scale_2 = scale * LOG2_E
     key_scale, value_scale = None, None
     at = (start + first).to(tl.int64)
     if INT8_S:
         key_scale = tl.load(k_scale + z * total + at + keys, mask=keys < left, other=0)
         if Q_TOKEN:
-            key_scale *= scale * LOG2_E
+            key_scale *= scale_2
     if v_scale is not None:
         value_scale = tl.load(v_scale + z * total + at + keys, mask=keys < left, other=0)[:, None]
     keep = keys < left
@@ -188,7 +190,7 @@ def add_dv(
     """(5) [GEMM] dV += P^T dO, INT8 where there is a do_t; do_rows: dO in 16 bit where do_tile has codes, or None."""
     if do_t is not None:
         BLOCK_Q: tl.constexpr = p.shape[1]
-        operand = load_transposed(do_t, block.z, steps_q, block.padded, head_dim, BLOCK_Q, BLOCK_D, TMA)
+        operand = load_transposed(do_t, block.z, steps_q, block.before + block.number, head_dim, BLOCK_Q, BLOCK_D, TMA)
         part = int8_product(p_int8, operand)  # P^T dO
         p_scale = p_scale * tl.load(do_scale + block.tile)
         return accumulate(acc, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
@@ -212,7 +214,7 @@ def add_dk(
     """(6) [GEMM] dK += dS^T Q, INT8 where there is a q_t, else with q_rows, Q in 16 bit."""
     if q_t is not None:
         BLOCK_Q: tl.constexpr = ds.shape[1]
-        operand = load_transposed(q_t, block.z, steps_q, block.padded, head_dim, BLOCK_Q, BLOCK_D, TMA)
+        operand = load_transposed(q_t, block.z, steps_q, block.before + block.number, head_dim, BLOCK_Q, BLOCK_D, TMA)
         return accumulate(acc, int8_product(ds_int8, operand), ds_scale, groups.DS_PER_KEY)  # dK += dS^T Q
     else:
         rows_at = row_of(q_rows, keys.batch, block.head, block.start + block.first)
@@ -325,7 +327,7 @@ def dkdv_kernel(
                 number = block_of(i, m_range, mask, listed, masked)
                 tile, first_q = tile_0 + number // STEPS, number * BLOCK_Q
                 block = QueryBlock(
-                    head, z_q, start_q, first_q, length_q - first_q, queries, step_0 + number, tile
+                    head, z_q, start_q, first_q, length_q - first_q, queries, number, step_0, tile
                 )  # fmt: skip
                 q_tile = load_block(
                     q_at, q_tma, batch, head, start_q, first_q, length_q, pitch_of(q), head_dim, not masked,

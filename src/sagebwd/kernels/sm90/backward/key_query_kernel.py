@@ -1,9 +1,9 @@
 """dK and dQ of the split backward on Hopper, where registers cannot hold dK beside dV; `value_kernel` computes dV.
 
-As `kernel`, but for what wide heads leave no room for. Each operand of queries has an empty barrier of its own: Q is
-released after S, dO after dP, Q^T after dK, so that even a single stage has most of a step to be
-loaded again; Q and dO have two stages where they fit. delta is a plane of row values, not channels of dO. dQ is added
-in rows: a warpgroup has half of the channels, 64 before dK's product and the others after it.
+As `kernel`, whose warpgroups it has (`accumulate`), but for what wide heads leave no room for. Each operand of queries
+has an empty barrier of its own: Q is released after S, dO after dP, Q^T after dK, so that even a single stage has most
+of a step to be loaded again; Q and dO have two stages where they fit. delta is a plane of row values, not channels of
+dO. dQ is added in rows: a warpgroup has half of the channels, 64 before dK's product and the others after it.
 """
 
 from triton.experimental import gluon
