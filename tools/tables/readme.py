@@ -126,10 +126,10 @@ def gpu_tests() -> str:
     outcomes = "passed", "failed", "skipped"
     rows = []
     for what, name in (
-        ("H200, 2026-11-28, until time ended", WHOLE_SUITE),
-        ("H200, 2026-11-29, a newer tree, less than half of them; what failed wanted an error that is gone",
-         NEWEST_SUITE),
-        ("H100, 2026-11-24, an older tree; what failed times steps of other lengths", H100_SUITE),
+        ("H200, 2026-11-28, stopped when its time ran out", WHOLE_SUITE),
+        ("H200, 2026-11-29, a newer commit, less than half of the tests; the one that failed expects an error that "
+         "is no longer raised", NEWEST_SUITE),
+        ("H100, 2026-11-24, an older commit; the one that failed times steps of different lengths", H100_SUITE),
     ):  # fmt: skip
         counts = load(BENCHMARKS / f"gpu-suite_{name}.json")["counts"]
         cells = ("not counted" if outcome not in counts and outcome != "failed" else str(counts.get(outcome, 0))
