@@ -100,8 +100,8 @@ def safety() -> str:
     return "\n".join([
         f"- **From scratch**: 35M weights with QK-norm on 39.3M tokens, 16K a step, {len(own[0].gaps)} seeds. `mixed` "
         f"ends {gap(own[0])} nats from 16 bit, within the margin of 0.02 that was set before the runs.",
-        f"- **Trained further**: SmolLM2-135M for 500 steps at a rate of 1e-4, {len(own[1].gaps)} seeds. `mixed` ends "
-        f"{gap(own[1], 5)} nats from 16 bit: a gap, and within the margin of 0.001.",
+        f"- **Trained further**: SmolLM2-135M for 500 steps at a learning rate of 1e-4, {len(own[1].gaps)} seeds. "
+        f"`mixed` ends {gap(own[1], 5)} nats from 16 bit: a gap, and within the margin of 0.001.",
         "- **What a gap costs**: by a published scaling law a gap of "
         f"{worth(gain, tokens):.4f} nats in a 7B trained on 2T tokens undoes what a step {gain} times as fast saves "
         "([how](docs/results/pretraining.md#what-a-gap-costs)). The test from scratch cannot see a gap that small.",
