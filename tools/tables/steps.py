@@ -81,8 +81,8 @@ def models_table(rows: list[dict]) -> str:
             " / ".join(_number(ratio, 2) for ratio in over), _number(peak, 2),
             f"{best['attention_share']:.0%}" if best.get("attention_share") else "-",
         ])  # fmt: skip
-    head = ["model", "tokens", "", *(f"`{name}`" for name in ATTENTIONS_OF_MODELS), "over the best", "peak over its",
-            "its share of attention"]  # fmt: skip
+    head = ["model", "tokens", "", *(f"`{name}`" for name in ATTENTIONS_OF_MODELS), "speed over the best",
+            "peak memory over the best's", "attention's share with the best"]  # fmt: skip
     return table(head, lines)
 
 
