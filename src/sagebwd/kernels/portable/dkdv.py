@@ -127,33 +127,26 @@ class QueryBlock(NamedTuple):
 
 @triton.jit
 def load_keys(
-    k, v, k_scale, v_scale, key_mask, batch, head, start, first, length, z, total, tokens, scale,
-    Q_TOKEN: tl.constexpr, head_dim: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    k, v, batch, head, start, keys, left, head_dim: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """The keys of a program from ``first`` of their sequence on."""
-    INT8_S: tl.constexpr = k.at.dtype.element_ty == tl.int8
+    """K and V of a program, whose first key is ``start``, counted over all sequences."""
     EVEN: tl.constexpr = head_dim == BLOCK_D
-    keys = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_D)
-    left = length - first
-    k_at = row_of(k, batch, head, start + first)
-    v_at = row_of(v, batch, head, start + first)
+    k_at = row_of(k, batch, head, start)
+    v_at = row_of(v, batch, head, start)
     k_tile = load_rows(k_at, keys, columns, pitch_of(k), left, head_dim, False, EVEN)
     v_tile = load_rows(v_at, keys, columns, pitch_of(v), left, head_dim, False, EVEN)
-    scale_2 = scale * LOG2_E
-    key_scale, value_scale = None, None
-    at = (start + first).to(tl.int64)
-    if INT8_S:
-        key_scale = tl.load(k_scale + z * total + at + keys, mask=keys < left, other=0)
-        if Q_TOKEN:
-            key_scale *= scale_2
-    if v_scale is not None:
-        value_scale = tl.load(v_scale + z * total + at + keys, mask=keys < left, other=0)[:, None]
+    return k_tile, v_tile
+
+
+@triton.jit
+def keys_that_count(key_mask, batch, first, keys, left, tokens):
+    """Which of a program's keys are there and are not masked; key_mask may be None."""
     keep = keys < left
     if key_mask is not None:
         mask_at = key_mask + batch.to(tl.int64) * tokens + first + keys
         keep = keep & (tl.load(mask_at, mask=keep, other=0) != 0)
-    return KeyTile(batch, head, first, left, keys, k_tile, v_tile, key_scale, value_scale, keep)
+    return keep
 
 
 @triton.jit
@@ -281,6 +274,7 @@ def dkdv_kernel(
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     TMA: tl.constexpr = q_tma is not None
     STEPS: tl.constexpr = PAD_Q // BLOCK_Q
+    INT8_S: tl.constexpr = k.at.dtype.element_ty == tl.int8
     block_k, batch_head = block_in_sequence(grid, heads_k, cu_seqlens_k, tokens_k, BLOCK_K, VARLEN)
     batch = batch_head // heads_k
     head_k = batch_head % heads_k
@@ -295,11 +289,20 @@ def dkdv_kernel(
         upper += length_k - length_q
     bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
-    keys = load_keys(
-        k, v, k_scale, v_scale, key_mask, batch, head_k, start_k, first_k, length_k, z_k, total_k, tokens_k, scale,
-        groups.Q_TOKEN, head_dim, BLOCK_K, BLOCK_D,
-    )  # fmt: skip
+    numbers, left = tl.arange(0, BLOCK_K), length_k - first_k
+    k_tile, v_tile = load_keys(k, v, batch, head_k, start_k + first_k, numbers, left, head_dim, BLOCK_K, BLOCK_D)
     scale_2 = scale * LOG2_E
+    # Triton 3.6 returns no None from a function, so that what may be one is loaded here
+    key_scale, value_scale = None, None
+    scales_at = (start_k + first_k).to(tl.int64)
+    if INT8_S:
+        key_scale = tl.load(k_scale + z_k * total_k + scales_at + numbers, mask=numbers < left, other=0)
+        if groups.Q_TOKEN:
+            key_scale *= scale_2
+    if v_scale is not None:
+        value_scale = tl.load(v_scale + z_k * total_k + scales_at + numbers, mask=numbers < left, other=0)[:, None]
+    keep_k = keys_that_count(key_mask, batch, first_k, numbers, left, tokens_k)
+    keys = KeyTile(batch, head_k, first_k, left, numbers, k_tile, v_tile, key_scale, value_scale, keep_k)
 
     towards_keys = Bounds(-upper, -lower, HAS_UPPER, HAS_LOWER)
     m_range = block_range_of(first_k, length_q, towards_keys, BLOCK_K, BLOCK_Q, key_mask is not None)
