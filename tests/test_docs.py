@@ -3,18 +3,17 @@
 import importlib.util
 import re
 import shlex
-from pathlib import Path
 from string import Template
 
 import pytest
 import torch
 
 from tests import programs
+from tests.documents import ROOT, text_of
 
 tables = pytest.importorskip("tools.tables.__main__", reason="prints tables by rich, which is in the extra lab")
 reference = pytest.importorskip("tools.reference", reason="reads docstrings by pdoc")
 
-ROOT = Path(__file__).parent.parent
 PAGES = tables.pages()
 DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "configs").rglob("*.md")]
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -26,10 +25,6 @@ FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 def in_dev(path):
     """Whether a page is the developers' history, which says what was run at its commit."""
     return path.is_relative_to(ROOT / "dev")
-
-
-def text_of(path):
-    return path.read_text(encoding="utf-8")
 
 
 def anchors(path):

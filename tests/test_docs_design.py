@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.test_docs import ROOT
+from tests.documents import ROOT
 
 PAGE = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 SUFFIXES = ".py", ".json", ".md"

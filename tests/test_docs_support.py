@@ -4,8 +4,8 @@ import json
 import re
 import tomllib
 
+from tests.documents import ROOT
 from tests.kernels import test_compile
-from tests.test_docs import ROOT
 
 PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
 

@@ -10,8 +10,8 @@ from sagebwd import Recipe, dispatch, sage_attention
 from sagebwd.call import Ask
 from sagebwd.kernels import families
 from sagebwd.reference.metrics import relative_l2
+from tests.documents import ROOT
 from tests.gpus import DEVICE
-from tests.test_docs import ROOT
 
 pytest.importorskip("triton")
 

@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.documents import ROOT, text_of
 from tests.lab.training.runs import begin, finish
-from tests.test_docs import ROOT, text_of
 
 
 def page():
