@@ -53,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps-of-models": steps.models,
     "estimates": steps.estimates,
     "memory-of-a-call": steps.memory_of_a_call,
+    "memory-of-packed": steps.memory_of_packed,
     "longest": steps.longest_sequences,
     "blocks": qk_norm_rope.blocks,
     "fused-steps": qk_norm_rope.steps,

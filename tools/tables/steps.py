@@ -142,6 +142,19 @@ def _of_model_steps() -> list[tuple[str, dict[str, int], float, float]]:
     return found
 
 
+def memory_of_packed() -> str:
+    """Peak memory of packed documents, forward and backward, beyond the inputs."""
+    rows = [
+        [row["case"], f"{row['documents']:,}", f"{row['longest']:,}", f"{row['tokens']:,}",
+         f"{row['heads']}/{row['kv_heads']}", f"{row['peak_mib']:,.0f}", f"{row['fa4_peak_mib']:,.0f}",
+         f"{row['over']:.2f}"]
+        for row in rows_of("packed-skew_h200_2026-11-29_7fc77049")
+    ]  # fmt: skip
+    head = ["documents", "sequences", "longest", "tokens", "heads, query/key", "`mixed`, MiB", "FlashAttention-4, MiB",
+            "over it"]  # fmt: skip
+    return table(head, rows)
+
+
 def longest_sequences() -> str:
     """The longest sequence that one GPU trains."""
     rows = [
