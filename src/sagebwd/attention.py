@@ -132,7 +132,7 @@ def sage_attention(
         shares = shares_of(query, key, value, attn_mask, sinks, packed=False)
     if shares is not None:
         *four, own = shares.tensors
-        return shares.whole(sage_attention(*four, 0, is_causal, scale, enable_gqa, sinks=own, **options))
+        return shares.whole(sage_attention(*four, dropout_p, is_causal, scale, enable_gqa, sinks=own, **options))
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four

@@ -268,13 +268,15 @@ def sinks(given: Tensor | None, query: Tensor) -> None:
         raise ValueError(f"sinks: device {given.device} differs from query's {query.device}")
 
 
-def refuse_sinks_beside(only_torch: str, given: Tensor | None) -> None:
-    """Raises for sinks in a call that torch's own attention alone computes, which has none."""
-    if given is not None:
-        raise NotImplementedError(
-            f"sinks: not supported beside {only_torch}, which torch's own attention alone takes, without sinks; leave "
-            "one of the two out"
-        )
+def refuse_beside(only_torch: str, **given: object) -> None:
+    """Raises for what a call that torch's own attention alone computes is given and torch lacks; None and False are
+    not given."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"{name}: not supported beside {only_torch}, which torch's own attention alone takes, without {name}; "
+                "leave one of the two out"
+            )
 
 
 def packing(
