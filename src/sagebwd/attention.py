@@ -337,11 +337,14 @@ def _by_operators(
     if not (return_lse or checked.max_logits):
         return o
     found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
-    pieces = ops.pieces_in(workspace, q, k, v, sinks, offsets, *chosen, checked.max_logits)
+    rows = (x.detach() for x in (q, k, v))
+    k_mean, largest = ops.attention_pieces(
+        workspace, *rows, offsets, sinks is not None, checked.max_logits, *chosen
+    )  # fmt: skip
     if return_lse:
-        found.append(epilogue.true_lse(lse, q, pieces["k_mean"], checked.scale, offsets, sinks))
+        found.append(epilogue.true_lse(lse, q, k_mean, checked.scale, offsets, sinks))
     if checked.max_logits:
-        found.append(pieces["max_logits"].amax(-1))
+        found.append(largest)
     return tuple(found)
 
 
