@@ -107,9 +107,8 @@ def step(
                     console.print(f"{row.attention}: {row.gate}", markup=False, highlight=False, soft_wrap=True)
             console.print(f"took {duration(time.perf_counter() - began)}")
     if not rows:
-        raise ValueError(
-            "no model was timed: give more --seconds, models whose packages are installed, or attentions that they have"
-        )
+        ways = "more --seconds, models whose packages are installed, or attentions that they have"
+        raise ValueError(f"no model was timed: give {ways}")
     console.print(f"wrote {path}", soft_wrap=True)
     if any(row.gate.startswith("wrong") for row in rows if step_attentions.is_ours(row.attention)):
         raise ValueError("some of ours are wrong: do not use their results")
