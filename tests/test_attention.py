@@ -337,6 +337,7 @@ REFUSED_PACKED = [
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q=3 is less than the longest sequence, 4"),
     ({"max_seqlen_k": 2.0}, ValueError, "max_seqlen_k=2.0 must be an integer"),
     ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "3 heads do not divide query's 4"),
+    ({"value": torch.zeros(6, 4, 300)}, ValueError, "1 to 256; use torch.nn.functional.scaled_dot_product_attention"),
 ]
 
 

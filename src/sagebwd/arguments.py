@@ -140,7 +140,7 @@ def packed_arguments_of(
     offsets = cu_seqlens_q, cu_seqlens_k
     lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
-    checks.refuse_only_torch(query, value, None, 0)
+    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
     more = return_lse or return_max_logits or sinks is not None

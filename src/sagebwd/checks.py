@@ -21,6 +21,7 @@ from sagebwd.tracing import assume_constant
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in capabilities.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
 _INSTEAD = f"leave recipe and impl out, or use {_SDPA} for this layer"
+BY_SEQUENCE = f"use {_SDPA} for each sequence"
 _ITS_OWN = torch._C._nn.scaled_dot_product_attention
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 # Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way, of each thread its own.
