@@ -123,6 +123,11 @@ class _Found:
             self.gate = reason_of(error)
 
 
+def attentions_of(case: Case, names: Sequence[str] | None) -> list[str]:
+    """Those that a case has of names, None for all."""
+    return [name for name in names_of(MODELS[case.model], case.compiled) if name in (names or NAMES)]
+
+
 def measure(
     case: Case, names: Sequence[str] | None, device: str, *, layers: int | None = None, total: int = TOTAL_TOKENS,
     loss: str = CHUNKED, rounds: int = 3, steps: int = 2, tell: Callable[[str, float], object] = lambda *_: None,
@@ -142,7 +147,7 @@ def measure(
     trained = model.build(layers, case.tokens, total, device, case.compiled, loss)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-6, fused=True)
     attentions = Attentions(model, trained)
-    found = {name: _Found() for name in names_of(model, case.compiled) if name in (names or NAMES)}
+    found = {name: _Found() for name in attentions_of(case, names)}
     limit = 8 + 2 * trained.layers + len(found)
     with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
         first, reference = None, None

@@ -78,6 +78,9 @@ def step(
     path, start, longest = None, time.perf_counter(), 0.0
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
         for index, case in enumerate(cases):
+            if not benchmark.attentions_of(case, attention):
+                console.print(f"{case} has none of these attentions: {', '.join(attention)}")
+                continue
             began = time.perf_counter()
             if seconds is not None and began - start + longest > seconds:
                 console.print(f"no time for {len(cases) - index} of {len(cases)}, from {case} on")
@@ -104,7 +107,8 @@ def step(
                     console.print(f"{row.attention}: {row.gate}", markup=False, highlight=False, soft_wrap=True)
             console.print(f"took {duration(time.perf_counter() - began)}")
     if not rows:
-        raise ValueError("no model was timed: give more --seconds, or models whose packages are installed")
+        ways = "more --seconds, models whose packages are installed, or attentions that they have"
+        raise ValueError(f"no model was timed: give {ways}")
     console.print(f"wrote {path}", soft_wrap=True)
     if any(row.gate.startswith("wrong") for row in rows if step_attentions.is_ours(row.attention)):
         raise ValueError("some of ours are wrong: do not use their results")

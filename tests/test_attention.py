@@ -280,7 +280,9 @@ REFUSED = [
     ({"query": torch.zeros(2, 8, 6, 8)}, ValueError, "pass enable_gqa=True"),
     ({"query": torch.zeros(2, 6, 6, 8), "enable_gqa": True}, ValueError, "4 heads do not divide query's 6"),
     ({"dropout_p": 0.1, "recipe": "token"}, NotImplementedError, "dropout_p=0.1 is not supported"),
-    ({"dropout_p": 0.1, "return_lse": True}, NotImplementedError, "dropout_p=0.1 is not supported"),
+    ({"dropout_p": 0.1, "return_lse": True}, NotImplementedError, "return_lse: not supported beside dropout_p"),
+    ({"dropout_p": 0.1, "return_max_logits": True}, NotImplementedError, "return_max_logits: not supported beside"),
+    ({"dropout_p": 0.1, "block_mask": "any"}, NotImplementedError, "block_mask: not supported beside dropout_p"),
     ({"dropout_p": 1.5}, ValueError, "dropout_p=1.5 must be at least 0 and at most 1"),
     ({"dropout_p": "a"}, TypeError, "dropout_p='a' must be a number"),
     ({"attn_mask": torch.ones(6, 5, dtype=torch.bool)}, ValueError, "attn_mask: shape (6, 5) does not broadcast to"),
@@ -299,6 +301,7 @@ REFUSED = [
     ({"recipe": "fp8"}, ValueError, "none called 'fp8'; named recipes: token, paper, mixed, full"),
     ({"recipe": None}, TypeError, "recipe: expected a name or a Recipe, got NoneType"),
     ({"impl": "cuda"}, ValueError, "impl='cuda' is not known"),
+    ({"impl": "fastest"}, ValueError, "impl='fastest' is not known"),  # a word of the operators
     ({"impl": "triton"}, TypeError, "dtype float32 is not supported by impl='triton'"),
 ]  # fmt: skip
 
@@ -334,6 +337,7 @@ REFUSED_PACKED = [
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q=3 is less than the longest sequence, 4"),
     ({"max_seqlen_k": 2.0}, ValueError, "max_seqlen_k=2.0 must be an integer"),
     ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "3 heads do not divide query's 4"),
+    ({"value": torch.zeros(6, 4, 300)}, ValueError, "1 to 256; use torch.nn.functional.scaled_dot_product_attention"),
 ]
 
 

@@ -82,6 +82,8 @@ def divided_by_two() -> None:
     for tensors, more in refused.values():
         with pytest.raises(NotImplementedError, match="a DTensor is not supported here; accepted: query, key and"):
             sage_attention(*tensors, enable_gqa=True, recipe="token", **more)
+    with pytest.raises(TypeError, match="dropout_p=False must be a number"):
+        sage_attention(*by_heads, dropout_p=False, enable_gqa=True, recipe="token")
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from sagebwd import Recipe, ops, sage_attention, sage_attention_varlen
+from sagebwd import Recipe, dispatch, ops, sage_attention, sage_attention_varlen
 from tests.attention_case import leaves
 from tests.inputs import draw
 from tests.masks import draw as draw_mask
@@ -111,6 +111,32 @@ def gradients(function):
     inputs = leaves(*dense(requires_grad=False)[:3])
     function(*inputs).backward()
     return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("form", [dense, packed])
+def test_opcheck_of_what_else_is_returned(form):
+    """Of rows that need no gradient, as it is called."""
+    given = form()
+    q, k, v = (x.detach() for x in given[:3])
+    *_, workspace = torch.ops.sagebwd.attention.default(q, k, v, *given[3:], True)
+    arguments = workspace, q, k, v, given[9], False, True, "token", "reference"
+    outcome = torch.library.opcheck(torch.ops.sagebwd.attention_pieces.default, arguments)
+    assert set(outcome.values()) == {"SUCCESS"}
+
+
+def test_an_exported_program_runs_where_others_are_chosen(monkeypatch):
+    """Regression: of lse and the largest logits it kept where they lie in what the first GPU's kernels return."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return sage_attention(x, x, x, recipe="token", return_lse=True, return_max_logits=True)
+
+    x = torch.randn(1, 2, 70, 16, generator=torch.Generator().manual_seed(0)) + 1
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(ops, "_chosen_in_a_trace", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
+        program = torch.export.export(Module(), (x,)).module()
+    for a, e in zip(program(x), Module()(x), strict=True):
+        torch.testing.assert_close(a, e)
 
 
 def test_compile_fullgraph_gives_eager_gradients():

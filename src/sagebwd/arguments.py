@@ -16,7 +16,7 @@ from sagebwd.auto import torch_attention
 from sagebwd.auto.model import Size
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask, Call
-from sagebwd.dispatch import Choice
+from sagebwd.dispatch import Choice, check_known
 from sagebwd.masks.kinds import FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
@@ -116,7 +116,9 @@ def arguments_of(
         ask = ask._replace(kind=way.kind)
         size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens), by_torch)
     elif only_torch is not None:
-        checks.refuse_sinks_beside(only_torch, sinks)
+        if ask.recipe == AUTO and impl is None:
+            of_ours = {"sinks": sinks, "return_lse": return_lse, "return_max_logits": return_max_logits}
+            checks.refuse_beside(only_torch, block_mask=block_mask, **of_ours)
         checks.refuse_only_torch(query, value, elements, dropout_p)
     lengths = query.shape[2], key.shape[2]
     settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
@@ -138,7 +140,7 @@ def packed_arguments_of(
     offsets = cu_seqlens_q, cu_seqlens_k
     lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
-    checks.refuse_only_torch(query, value, None, 0)
+    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
     more = return_lse or return_max_logits or sinks is not None
@@ -181,6 +183,7 @@ def ask_of(query: Tensor, value: Tensor, recipe: str | Recipe, impl: str | None,
 
     recipe, impl: as the public functions take them. kind: of mask (`sagebwd.masks.kinds`).
     """
+    check_known(impl)
     dims = operator.index(query.shape[-1]), operator.index(value.shape[-1])
     return Ask(_switched(recipe), *dims, query.dtype, query.device, kind, impl)
 

@@ -132,7 +132,7 @@ def sage_attention(
         shares = shares_of(query, key, value, attn_mask, sinks, packed=False)
     if shares is not None:
         *four, own = shares.tensors
-        return shares.whole(sage_attention(*four, 0, is_causal, scale, enable_gqa, sinks=own, **options))
+        return shares.whole(sage_attention(*four, dropout_p, is_causal, scale, enable_gqa, sinks=own, **options))
     four = in_four_dimensions(query, key, value, attn_mask, enable_gqa)
     if four is not None:
         query, key, value, *four = four
@@ -337,11 +337,14 @@ def _by_operators(
     if not (return_lse or checked.max_logits):
         return o
     found, offsets = [o], checked.offsets[0]  # of K's sequences there are as many
-    pieces = ops.pieces_in(workspace, q, k, v, sinks, offsets, *chosen, checked.max_logits)
+    rows = (x.detach() for x in (q, k, v))
+    k_mean, largest = ops.attention_pieces(
+        workspace, *rows, offsets, sinks is not None, checked.max_logits, *chosen
+    )  # fmt: skip
     if return_lse:
-        found.append(epilogue.true_lse(lse, q, pieces["k_mean"], checked.scale, offsets, sinks))
+        found.append(epilogue.true_lse(lse, q, k_mean, checked.scale, offsets, sinks))
     if checked.max_logits:
-        found.append(pieces["max_logits"].amax(-1))
+        found.append(largest)
     return tuple(found)
 
 

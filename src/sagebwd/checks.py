@@ -21,6 +21,7 @@ from sagebwd.tracing import assume_constant
 REFERENCE_DTYPES = tuple(getattr(torch, name) for name in capabilities.REFERENCE_DTYPES)
 _SDPA = "torch.nn.functional.scaled_dot_product_attention"
 _INSTEAD = f"leave recipe and impl out, or use {_SDPA} for this layer"
+BY_SEQUENCE = f"use {_SDPA} for each sequence"
 _ITS_OWN = torch._C._nn.scaled_dot_product_attention
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 # Steps of `sagebwd.integrations.context_parallel.ring_attention` that are under way, of each thread its own.
@@ -268,13 +269,15 @@ def sinks(given: Tensor | None, query: Tensor) -> None:
         raise ValueError(f"sinks: device {given.device} differs from query's {query.device}")
 
 
-def refuse_sinks_beside(only_torch: str, given: Tensor | None) -> None:
-    """Raises for sinks in a call that torch's own attention alone computes, which has none."""
-    if given is not None:
-        raise NotImplementedError(
-            f"sinks: not supported beside {only_torch}, which torch's own attention alone takes, without sinks; leave "
-            "one of the two out"
-        )
+def refuse_beside(only_torch: str, **given: object) -> None:
+    """Raises for what a call that torch's own attention alone computes is given and torch lacks; None and False are
+    not given."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"{name}: not supported beside {only_torch}, which torch's own attention alone takes, without {name}; "
+                "leave one of the two out"
+            )
 
 
 def packing(

@@ -132,16 +132,31 @@ def _mask(mask: Tensor | None, tiles: Tensor | None, blocks: Tensor | None, keys
     return None if mask is None else Mask(mask, tiles, blocks, keys, PartsOfCall())
 
 
-def pieces_in(
-    workspace: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_k: Tensor | None,
-    recipe: str, impl: str, max_logits: bool,
-) -> dict[str, Tensor]:  # fmt: skip
-    """K's mean, and the largest logits where they were asked for, of the workspace that the operator returned."""
+@operator
+def attention_pieces(
+    workspace: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, sinks: bool, max_logits: bool,
+    recipe: str, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of the workspace that ``attention`` returned K's mean, and the largest logit of each head, empty if not asked.
+
+    An operator: where they lie follows from what is chosen when it runs, on another GPU than an export's too.
+    """
     dims = q.shape[-1], v.shape[-1]
-    choice = _chosen_in_a_trace(recipe, impl, dims, q, None)
     sequences = None if cu_seqlens_k is None else cu_seqlens_k.shape[0] - 1
-    pieces, _ = pieces_of(choice, dims, q, k, sequences, sinks is not None, max_logits=max_logits)
-    return {name: pieces[name].of(workspace) for name in ("k_mean", "max_logits") if name in pieces}
+    choice = _chosen(recipe, impl, dims, q, None)
+    pieces, _ = pieces_of(choice, dims, q, k, sequences, sinks, max_logits=max_logits)
+    k_mean = pieces["k_mean"].of(workspace)
+    largest = pieces["max_logits"].of(workspace).amax(-1) if max_logits else k_mean.new_empty(0)
+    return k_mean.clone(), largest
+
+
+@torch.library.register_fake("sagebwd::attention_pieces", lib=LIBRARY)
+def _(workspace, q, k, v, cu_seqlens_k, sinks, max_logits, recipe, impl):
+    packed = cu_seqlens_k is not None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k_mean = q.new_empty((cu_seqlens_k.shape[0] - 1 if packed else k.shape[0], k.shape[1], q.shape[-1]), dtype=dtype)
+    heads = (q.shape[1],) if packed else q.shape[:2]
+    return k_mean, q.new_empty(heads if max_logits else (0,), dtype=dtype)
 
 
 @torch.library.register_fake("sagebwd::attention", lib=LIBRARY)

@@ -129,6 +129,15 @@ def test_the_command_names_what_it_accepts(option, value, accepted, monkeypatch,
     assert accepted in err
 
 
+def test_the_command_leaves_out_cases_that_lack_an_attention(monkeypatch, capsys, tmp_path):
+    """Regression: the first of them, uncompiled, ended the run by an IndexError."""
+    options = "--device", "cpu", "--eager", "--model", "llama-1b-64", "--output", tmp_path, "--commit", "abc"
+    code, out, err = runner(cli.main, monkeypatch, capsys)("step", *options, "--attention", "sdpa-unmasked")
+    assert code == 2
+    assert "llama-1b-64, 64 tokens, eager has none of these attentions: sdpa-unmasked" in " ".join(out.split())
+    assert "no model was timed" in err
+
+
 def test_lengths():
     from benchmarks.commands import tokens_of
 

@@ -34,6 +34,10 @@ def test_a_call_that_auto_hands_over_gains_nothing():
         ({"gpu": "H"}, "NVIDIA H200"),
         ({"head_dim": 100}, "64"),
         ({"layers": 0}, "layers=0"),
+        ({"tokens": 0}, "tokens=0"),
+        ({"batch": 0}, "batch=0"),
+        ({"intermediate": 0}, "intermediate=0"),
+        ({"kv_heads": 3}, "kv_heads=3"),
     ],
 )
 def test_what_was_not_timed_is_refused(given, told):

@@ -27,6 +27,6 @@ def test_devices(monkeypatch):
             check_device(device)
         with pytest.raises(ValueError, match=f"device={refused}"):
             check_device("cuda:2" if count else "cuda")
-        for device in ("tpu", "cuda:", "cuda:x", "CPU", ""):
+        for device in ("tpu", "cuda:", "cuda:x", "CPU", "cpu:1", ""):
             with pytest.raises(ValueError, match=f"device='{device}' is not known; accepted: cpu, cuda, cuda:N"):
                 check_device(device)

@@ -60,15 +60,18 @@ def estimate(
     Args: gpu, a card that was timed, or a part of its name; tokens, of each of ``batch`` sequences [`TOKENS` in all];
     intermediate, the MLP's inside [3.5 times hidden].
 
-    Raises ValueError for a card or a head_dim that was not timed, and for numbers below 1.
+    Raises ValueError for a card or a head_dim that was not timed, for numbers below 1 and for heads that are no
+    multiple of kv_heads.
     """
-    batch = batch or max(1, TOKENS // tokens)
-    intermediate = intermediate or round(WIDENING * hidden)
     given = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
              "tokens": tokens, "batch": batch, "intermediate": intermediate, "vocabulary": vocabulary}  # fmt: skip
     for name, value in given.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+    batch = max(1, TOKENS // tokens) if batch is None else batch
+    intermediate = round(WIDENING * hidden) if intermediate is None else intermediate
     card = card_of(gpu)
     of_card = [times for times in model.of_this_project()[card] if (times.kind, times.direction) == (CAUSAL, TRAINING)]
     times = next((times for times in of_card if times.head_dim == times.value_dim == head_dim), None)

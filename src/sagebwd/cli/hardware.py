@@ -31,7 +31,7 @@ PEAK_RATES: dict[str, PeakRates] = {
 def check_device(device: str) -> None:
     """Raises ValueError unless it names a CPU, or a CUDA device that torch sees."""
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or not (index.isdecimal() or device == kind):
+    if device not in ("cpu", "cuda") and not (kind == "cuda" and index.isdecimal()):
         raise ValueError(f"device={device!r} is not known; accepted: cpu, cuda, cuda:N")
     count = torch.cuda.device_count()
     if kind == "cuda" and count == 0:
