@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from benchmarks import low_bit
@@ -130,6 +131,8 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
     return peak, sum(kept.values())
 
 
+# a compiled backward that is timed by itself, many times after one forward, may not write over that one's buffers
+@torch._functorch.config.patch(donated_buffer=False)
 def measure_shape(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str = "cuda",
     rounds: int = ROUNDS, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (),

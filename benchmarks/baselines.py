@@ -8,7 +8,6 @@ from functools import cache, partial
 from types import ModuleType
 
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -132,8 +131,6 @@ def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
 
 def flex(mask: BlockMask, device: str, **options: object) -> Attention:
     """FlexAttention under a mask, compiled but on a CPU, where no time is a claim."""
-    # its backward is timed by itself, many times after one forward, whose buffers it may then not write over
-    torch._functorch.config.donated_buffer = False
     run = torch.compile(flex_attention, dynamic=False) if device.startswith("cuda") else flex_attention
     return lambda q, k, v: run(q, k, v, block_mask=mask, enable_gqa=True, **options)
 

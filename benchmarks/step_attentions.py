@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_mask
 
+from benchmarks.baselines import flex
 from benchmarks.step_models import Decoder, Joint, Model, Trained, Video
 from sagebwd import read_block_mask, sage_attention
 
@@ -92,10 +92,7 @@ def _masked(name: str, trained: Trained, dispatch: Callable[..., Tensor]) -> Cal
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, elements)
     elif name == FLEX:
-        flex = torch.compile(flex_attention)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flex(q, k, v, block_mask=mask)
+        attend = flex(mask, mask.kv_indices.device.type)
     else:
         read = read_block_mask(mask)
 

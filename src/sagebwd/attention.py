@@ -125,8 +125,10 @@ def sage_attention(
     if plan is not None:
         return run(plan, given, mask, *more)
     checks.kind(query, key, value, sinks)
-    options = {"window": window, "recipe": recipe, "impl": impl, "return_lse": return_lse}
-    options |= {"return_max_logits": return_max_logits}
+    options = {
+        "window": window, "recipe": recipe, "impl": impl, "return_lse": return_lse,
+        "return_max_logits": return_max_logits,
+    }  # fmt: skip
     shares = None
     if spec is None and block_mask is None and dropout_p == 0:
         shares = shares_of(query, key, value, attn_mask, sinks, packed=False)

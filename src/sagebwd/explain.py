@@ -168,7 +168,7 @@ def _other_peers(choice: Choice, ask: Ask, size: Size, times: Times, card: str |
     On a card of a name, which run it where they are installed.
     """
     told, (low_ms, full_ms) = [], times.ms(size)
-    low_ms = math.inf if low_ms is None else low_ms * (1 + model.MARGIN / 100)
+    low_ms = math.inf if low_ms is None else model.with_margin(low_ms)
     taken = full_ms.get(choice.contender, math.inf) if choice.contender else low_ms
     for peer in PEERS:
         timed = peer in times.full

@@ -80,7 +80,7 @@ def estimate(
         raise ValueError(f"head_dim={head_dim} was not timed on an {card}; accepted: {timed}")
     low, full = times.ms(Size(tokens, tokens, heads * batch, kv_heads * batch))
     best = min(full.values())
-    ours = best if low is None or low * (1 + model.MARGIN / 100) > best else low
+    ours = best if low is None or model.with_margin(low) > best else low
     return Estimate(
         _rest_ms(card, hidden, layers, heads, kv_heads, head_dim, tokens * batch, intermediate, vocabulary),
         layers * ours, {name: layers * ms for name, ms in sorted(full.items(), key=lambda item: item[1])},
