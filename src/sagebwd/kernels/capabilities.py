@@ -15,7 +15,7 @@ from sagebwd.recipe import Recipe
 
 FORWARD, BACKWARD = "forward", "backward"
 # The widest that any kernel takes, and what the public functions refuse over.
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
 # Sizes of blocks that a tile of Triton's or mma.sync's kernels is made of.

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sagebwd.kernels.common.tile import dot_16bit, load_rows, to_16bit
+from sagebwd.numerics import MOST_ROTATED
 
 # Of keys that are all alike and their mean, whose products are rounded apart, less than this part of the mean is left,
 # and counts as zero. Others of 16 bits differ by far more.
@@ -19,6 +20,8 @@ ROUNDING = tl.constexpr(2.0**-18)
 STEP = tl.constexpr(32)
 # Channels of a piece of a tile, and of the signs that a program holds at a time (`signs_and_factors`).
 PIECE = tl.constexpr(128)
+# Of a block of R, at most.
+MOST = tl.constexpr(MOST_ROTATED)
 
 
 @triton.jit
@@ -196,6 +199,12 @@ def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
         return dot_16bit(codes, r)  # x R
 
 
+@triton.constexpr_function
+def _part(channels, number):
+    """Of so many channels those in a part of `MOST_ROTATED`."""
+    return min(max(int(channels) - number * MOST_ROTATED, 0), MOST_ROTATED)
+
+
 @triton.jit
 def load_turned(
     x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
@@ -204,6 +213,22 @@ def load_turned(
 
     Of the mean the product is taken by itself: rows as they are have 16 bits.
     """
+    if BLOCK_D <= MOST:
+        return _load_turned(x, rows, stride, tokens, mean, head_dim, TURNED, BLOCK_D)
+    else:  # two parts, which R does not mix
+        rest = None
+        if mean is not None:
+            rest = mean + MOST
+        low = _load_turned(x, rows, stride, tokens, mean, _part(head_dim, 0), _part(TURNED, 0), MOST)
+        high = _load_turned(x + MOST, rows, stride, tokens, rest, _part(head_dim, 1), _part(TURNED, 1), MOST)
+        return tl.join(low, high).permute(0, 2, 1).reshape(rows.shape[0], BLOCK_D)
+
+
+@triton.jit
+def _load_turned(
+    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The same of channels that R does not mix with others."""
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
     columns = tl.arange(0, BLOCK_D)

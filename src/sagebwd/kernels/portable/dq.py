@@ -42,6 +42,7 @@ from sagebwd.kernels.portable.blocks import (
 from sagebwd.kernels.portable.config import Config, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
+from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
 from sagebwd.kernels.portable.recompute import (
     accumulate,
     int8_product,
@@ -51,6 +52,7 @@ from sagebwd.kernels.portable.recompute import (
     score_gradients,
     scores_of,
 )
+from sagebwd.kernels.portable.softmax import times
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
@@ -99,8 +101,12 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST_D: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """dQ of one query block of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
+
+    WIDE: BLOCK_D of its channels from FIRST_D on.
 
     q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S; v and do: of dP, codes where there is a v_scale. k_t:
     transposed codes where dQ is INT8, else None, and k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v,
@@ -109,7 +115,7 @@ def dq_kernel(
     rotation whose codes k_t has, or 0.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    EVEN: tl.constexpr = head_dim == BLOCK_D
+    EVEN: tl.constexpr = head_dim >= FIRST_D + BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     INT8_DQ: tl.constexpr = k_t is not None
     INT8_DP: tl.constexpr = v_scale is not None
@@ -130,13 +136,17 @@ def dq_kernel(
     bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
-    columns = tl.arange(0, BLOCK_D)
+    columns = FIRST_D + tl.arange(0, BLOCK_D)
     left_q = length_q - first_q
     inside = queries < left_q
     q_at = row_of(q, work_tile.batch, work_tile.head, start_q + first_q)
     do_at = row_of(do, work_tile.batch, work_tile.head, start_q + first_q)
-    q_tile = load_rows(q_at, queries, columns, pitch_of(q), left_q, head_dim, False, EVEN)
-    do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
+    if WIDE:
+        q_tile = Rows(q_at, queries, pitch_of(q), left_q)
+        do_tile = Rows(do_at, queries, pitch_of(do), left_q)
+    else:
+        q_tile = load_rows(q_at, queries, columns, pitch_of(q), left_q, head_dim, False, EVEN)
+        do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
     sequence_q = padded_block(start_q, work_tile.batch, PAD_Q, VARLEN)
     padded_q = (z_q * blocks_q + sequence_q) * PAD_Q + first_q
     row_lse, row_delta, row_scale, do_scale = load_row_values_of(row_values, padded_q + queries, inside)
@@ -172,17 +182,23 @@ def dq_kernel(
             first_k = block * BLOCK_K
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
-            k_tile = load_block(
-                k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
-                not masked, BLOCK_K, BLOCK_D, VARLEN,
-            )  # fmt: skip
+            if not WIDE:
+                k_tile = load_block(
+                    k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN,
+                )  # fmt: skip
             key_scale, block_scale = None, None
             if INT8_S or INT8_DQ:
                 if not K_TOKEN:
                     block_scale = tl.load(k_scale + first_k)
                 else:
                     key_scale = load_scales(k_scale, first_k, keys, left, masked)
-            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # (1) [GEMM] S = Q K^T
+            if WIDE:
+                k_tile = Rows(k_at + first_64 * pitch_of(k), keys, pitch_of(k), left)
+                s = scores_by_pieces(q_tile, k_tile, head_dim, not masked)  # S = Q K^T
+            else:
+                s = times(q_tile, k_tile)  # (1) [GEMM] S = Q K^T
+            s = scores_of(s, row_scale, key_scale, block_scale, scale_2, INT8_S)
             if mask is not None and masked:
                 element = load_elements(
                     mask, elements, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left
@@ -195,18 +211,22 @@ def dq_kernel(
                 if mask is not None:
                     keep = keep & shows(element, mask)
                 p = tl.where(keep, p, 0.0)
-            v_tile = load_block(
-                v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
-                not masked, BLOCK_K, BLOCK_D, VARLEN,
-            )  # fmt: skip
+            if WIDE:
+                v_tile = Rows(v_at + first_64 * pitch_of(v), keys, pitch_of(v), left)
+            else:
+                v_tile = load_block(
+                    v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN,
+                )  # fmt: skip
             value_scale = None
             if INT8_DP:
                 value_scale = load_scales(v_scale, first_k, keys, left, masked)[None, :]
             # (2) [GEMM] dP - delta = dO V^T - delta, and (4) dS = P * (dP - delta);
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
             ds = score_gradients(
-                p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64
-            )
+                p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64,
+                head_dim, not masked, WIDE,
+            )  # fmt: skip
             if INT8_DP and not DO_SCALE_LAST:
                 ds = ds * do_scale[:, None]
             if masked and (key_mask is not None or VARLEN):  # V of a masked key, or past the end, need not be finite
@@ -216,9 +236,10 @@ def dq_kernel(
                     ds = ds * key_scale[None, :]
                 if tile_maxima is not None:
                     p_max, ds_max = largest_of_tile(p, ds)
-                    at = tile_maxima + block.to(tl.int64) * blocks_q * 2
-                    tl.store(at, p_max)
-                    tl.store(at + 1, ds_max)
+                    if FIRST_D == 0:
+                        at = tile_maxima + block.to(tl.int64) * blocks_q * 2
+                        tl.store(at, p_max)
+                        tl.store(at + 1, ds_max)
                 else:
                     ds_max = largest(ds, DS_PER_QUERY)
                 ds_int8 = quantize_tile(ds, ds_max, DS_PER_QUERY)
@@ -226,7 +247,9 @@ def dq_kernel(
                 if not K_TOKEN:
                     ds_scale = ds_scale * block_scale
                 TMA: tl.constexpr = k_tma is not None
-                operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
+                operand = load_transposed(
+                    k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA, FIRST_D
+                )
                 acc = accumulate(acc, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # (7) dQ += dS K
             else:
                 operand = load_rows(
@@ -239,7 +262,8 @@ def dq_kernel(
         acc *= do_scale[:, None]
     out = row_of(dq, work_tile.batch, work_tile.head, start_q + first_q)
     if TURNED:
-        store_turned(out, queries, pitch_of(dq), inside, acc, scale, head_dim, TURNED, BLOCK_D)
+        left_d: tl.constexpr = head_dim - FIRST_D
+        store_turned(out + FIRST_D, queries, pitch_of(dq), inside, acc, scale, left_d, TURNED, BLOCK_D)
     else:
         out = out + queries[:, None] * pitch_of(dq) + columns[None, :]
         written = inside[:, None] & (columns[None, :] < head_dim)
@@ -272,39 +296,40 @@ def launch_dq(
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
             tma = described(views) or {}
         grid = queries.blocks(config.rows)
-        launch(
-            dq_kernel,
-            (grid * queries.heads_in_all,),
-            Strided.of(q, queries),
-            Strided.of(k, keys),
-            Strided.of(v, keys),
-            Strided.of(do, queries),
-            tma.get("k"),
-            tma.get("v"),
-            k_scale,
-            v_scale,
-            tma.get("k_t", k_t),
-            None if recipe.dq == INT8 else Strided.of(k_rows, keys),
-            row_values,
-            tile_maxima,
-            Strided.of(dq, queries),
-            *masks_of(call),
-            queries.heads,
-            call.group,
-            queries.extent,
-            keys.extent,
-            keys.total,
-            queries.blocks(recipe.block_q),
-            keys.blocks(config.block_k(recipe)),
-            tiles_of_keys(call),
-            grid,
-            TURNED=call.turned if recipe.dq == INT8 else 0,
-            K_TOKEN=recipe.k_scale != "block",
-            DS_PER_QUERY=recipe.ds_scale_dq == "query",
-            PAD_Q=recipe.block_q,
-            BLOCK_Q=config.rows,
-            BLOCK_K=config.block_k(recipe),
-            **config.options(call),
-        )
+        for options in config.options(call):
+            launch(
+                dq_kernel,
+                (grid * queries.heads_in_all,),
+                Strided.of(q, queries),
+                Strided.of(k, keys),
+                Strided.of(v, keys),
+                Strided.of(do, queries),
+                tma.get("k"),
+                tma.get("v"),
+                k_scale,
+                v_scale,
+                tma.get("k_t", k_t),
+                None if recipe.dq == INT8 else Strided.of(k_rows, keys),
+                row_values,
+                tile_maxima,
+                Strided.of(dq, queries),
+                *masks_of(call),
+                queries.heads,
+                call.group,
+                queries.extent,
+                keys.extent,
+                keys.total,
+                queries.blocks(recipe.block_q),
+                keys.blocks(config.block_k(recipe)),
+                tiles_of_keys(call),
+                grid,
+                TURNED=call.turned_of(options["FIRST_D"]) if recipe.dq == INT8 else 0,
+                K_TOKEN=recipe.k_scale != "block",
+                DS_PER_QUERY=recipe.ds_scale_dq == "query",
+                PAD_Q=recipe.block_q,
+                BLOCK_Q=config.rows,
+                BLOCK_K=config.block_k(recipe),
+                **options,
+            )
 
     run_best("dq", call, run)
