@@ -142,7 +142,11 @@ def test_explain_on_a_cpu_runs_nothing(monkeypatch):
         "full on torch at head_dim 16: kernels need a CUDA GPU; on cpu torch's own attention is faster than the "
         "reference"
     )
-    assert sagebwd.explain(q, q, q).why == "torch's own attention alone takes head_dim 300, over 256"
+    assert sagebwd.explain(q, q, q).why == (
+        "head_dim 300, over 256, of which no kernels were timed: they run a recipe that is named"
+    )
+    wide = torch.randn(3, 20, 520)
+    assert sagebwd.explain(wide, wide, wide).why == "torch's own attention alone takes head_dim 520, over 256"
     assert str(sagebwd.explain(*narrow, return_lse=True)) == (
         "full on reference at head_dim 16: torch has nothing that computes the same, or the switch deterministic is "
         "on, so the reference runs it in full precision on cpu"

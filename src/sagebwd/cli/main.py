@@ -120,7 +120,7 @@ def doctor(
     if not passed:
         raise typer.Exit(1)
     if by_torch:
-        console.print("No kernel takes this call: recipe auto runs torch's own attention, in full precision.")
+        console.print("Recipe auto runs torch's own attention at this head_dim, in full precision.")
         return
     if not any(answer.chosen and answer.impl != REFERENCE.name for answer in found):
         who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"

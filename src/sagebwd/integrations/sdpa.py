@@ -230,7 +230,7 @@ def replace_sdpa(
 
     Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
     head_dim), or any other number of dimensions before tokens, of one dtype that the implementation takes (after
-    autocast), head_dim up to 256, no dropout, and no mask, a CausalBias, or a boolean or additive mask that broadcasts
+    autocast), head_dim up to 512, no dropout, and no mask, a CausalBias, or a boolean or additive mask that broadcasts
     to (..., tokens, kv_tokens) and needs no gradient. All others go to the function that was
     there before, with the very arguments that came in: FP32 tensors outside autocast too, unless the reference runs
     the call (``impl="reference"``, or no impl on a CPU), which takes them as they are.
