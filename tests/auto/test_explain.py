@@ -155,8 +155,8 @@ def test_explain_on_a_cpu_runs_nothing(monkeypatch):
     assert "impl='reference'" in sagebwd.explain(*narrow, impl="reference").why
     with switches(disabled=True):
         assert "a switch is on" in sagebwd.explain(*narrow).why
-    with pytest.raises(ValueError, match="head_dim 300 is not supported"):
-        sagebwd.explain(q, q, q, recipe="token")
+    with pytest.raises(ValueError, match="head_dim 520 is not supported"):
+        sagebwd.explain(wide, wide, wide, recipe="token")
     packed, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
     assert found[:3] == ("full", "reference", "reference")

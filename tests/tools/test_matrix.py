@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.sm90.widths import FORMS as HOPPER
 from tools import fuzz
 from tools.matrix import __main__ as matrix
@@ -24,8 +24,9 @@ def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
     return cell_of(FORMS, head_dim, head_dim, form, recipe, "bfloat16")
 
 
-WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
+WIDTHS = {*range(8, WIDE + 1, 8), 1, 3, 17, 33, 65, 100, 250}
 PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512)}
+WIDE_DIMS = {(width, width) for width in (257, 288, 320, 384, 512)}
 VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("token", torch.float16)]
 APART = [("token(dp=int8)", torch.bfloat16)]
 
@@ -37,10 +38,10 @@ def rows_of(size: str) -> list[forms.Cell]:
 
 
 def met(rows: list[forms.Cell], recipe: str, dtype: torch.dtype) -> dict[tuple[int, int], set[str]]:
-    """The forms of each width."""
+    """The forms of each width but the wide ones."""
     found = defaultdict(set)
     for row in rows:
-        if (row.recipe, row.dtype) == (recipe, dtype):
+        if (row.recipe, row.dtype) == (recipe, dtype) and (row.head_dim, row.value_dim) not in WIDE_DIMS:
             found[row.head_dim, row.value_dim].add(row.form)
     return found
 
@@ -76,7 +77,7 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
         classes[alike].append(found)
         if dims in sizes.rotated():
             turns[alike].append(found)
-        elif max(dims) <= MAX_HEAD_DIM:
+        elif max(dims) <= WIDE:
             assert found == set(FORMS), dims
     for alike, found in classes.items():
         assert len(found) < 3 or set().union(*found) == set(FORMS), alike
@@ -109,6 +110,16 @@ def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
             assert {sizes.alike(width)[1] for width in widths} == {16, 8, 1}, (variant, form)
     for dims in sizes.VARIED:
         assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
+
+
+def test_wide_heads_meet_every_form():
+    found = defaultdict(set)
+    for row in rows_of("every"):
+        if (row.head_dim, row.value_dim) in WIDE_DIMS:
+            found[row.recipe, row.dtype].add((row.head_dim, row.form))
+    for variant in (("token", torch.bfloat16), *VARIANTS):  # torch runs those of "auto"
+        assert found.pop(variant) == {(width, form) for width, _ in WIDE_DIMS for form in FORMS}
+    assert not found
 
 
 def test_every_recipe_has_bounds():
