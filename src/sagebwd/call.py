@@ -20,7 +20,7 @@ from torch import Tensor
 from sagebwd.masks.band import Band
 from sagebwd.masks.kinds import FULL
 from sagebwd.masks.mask import Mask
-from sagebwd.numerics import MOST_ROTATED, rotation_sizes
+from sagebwd.numerics import rotation_sizes
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 
 if TYPE_CHECKING:
@@ -217,10 +217,6 @@ class Call(NamedTuple):
     def turned(self) -> int:
         """Channels that R turns, 0 where the recipe does not rotate."""
         return sum(self.rotation)
-
-    def turned_of(self, first: int) -> int:
-        """Those from a channel on that begins a block of the largest size, or 0, up to the next such one."""
-        return min(max(self.turned - first, 0), MOST_ROTATED)
 
     @property
     def group(self) -> int:

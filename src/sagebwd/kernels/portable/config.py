@@ -46,28 +46,30 @@ class Config:
         """Keys of a step of the forward and of dQ."""
         return recipe.block_k if self.keys is None else min(recipe.block_k, self.keys)
 
-    def options(self, call: Call) -> list[dict[str, int | float | bool | None]]:
-        """What Triton takes at each launch, of a slice of channels, and what all kernels take of a call by name."""
-        of_all = {
-            **call.band, "scale": call.scale, "head_dim": call.head_dim, "WIDE": is_wide(call.head_dim),
-            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers,
+    def options(self, call: Call) -> dict[str, int | float | bool | None]:
+        """What Triton takes at a launch, and what all kernels take of a call by name."""
+        return {
+            **call.band, "scale": call.scale, "head_dim": call.head_dim, "num_warps": self.warps,
+            "num_stages": self.stages, "maxnreg": self.registers,
         }  # fmt: skip
-        return [{**of_all, "FIRST_D": first, "BLOCK_D": width} for first, width in slices(call.head_dim)]
 
 
-# Channels of O, dQ, dK and dV that a program has at most. Beyond them a call is WIDE: two launches have a slice each,
-# and S and dP, which both need, are added up by pieces of channels. Slices of 256 are R's blocks too.
+# Channels of a tile at most, and of a block of R. Beyond them a call is wide: outputs are of two slices of channels,
+# and S and dP, which both need, are added up by pieces of channels. Forward launches a program for each slice, which
+# finds S anew, at half the cost of 16 bits. A program of backward, of fewer rows, has both: S and dP anew would be
+# half as much work again.
 SLICE = MOST_ROTATED
 
 
-def is_wide(head_dim: int) -> bool:
-    """Whether one program has not all channels."""
-    return head_dim > SLICE
-
-
 def slices(head_dim: int) -> list[tuple[int, int]]:
-    """First channel and columns of a tile of each launch."""
+    """First channel and columns of a tile of each slice."""
     return [(first, padded_head_dim(min(SLICE, head_dim - first))) for first in range(0, head_dim, SLICE)]
+
+
+def tiles_of(head_dim: int) -> dict[str, int]:
+    """What a kernel that has all channels takes: columns of its tiles, and of those of the rest of a wide call."""
+    first, *rest = (width for _, width in slices(head_dim))
+    return {"BLOCK_D": first, "REST": sum(rest)}
 
 
 # (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> configuration.
@@ -85,16 +87,16 @@ _HOPPER: dict[tuple[str, int, int], Config] = {
     ("dkdv", 64, 128): Config(64, 4, 2, tma=True),
     ("dkdv", 128, 32): Config(64, 4, 2, tma=True),
     ("dkdv", 256, 32): Config(64, 8, 1),
-    ("dkdv", 512, 32): Config(64, 8, 3),
+    ("dkdv", 512, 32): Config(32, 8, 2),
     # steps of 64 queries fit the registers as `token`'s do; chosen from SASS
     ("dkdv_given", 64, 32): Config(64, 4, 2, tma=True, registers=168, step=64),
     ("dkdv_given", 128, 32): Config(64, 4, 2, tma=True, step=64),
     ("dkdv_given", 256, 32): Config(64, 8, 1, step=64),
-    ("dkdv_given", 512, 32): Config(64, 8, 3, step=64),
+    ("dkdv_given", 512, 32): Config(32, 8, 2, step=64),
     ("dq", 64, 32): Config(64, 4, 3, tma=True),
     ("dq", 128, 32): Config(64, 4, 3, tma=True),
     ("dq", 256, 32): Config(64, 8, 1),
-    ("dq", 512, 32): Config(64, 8, 3),
+    ("dq", 512, 32): Config(32, 8, 2),
 }
 # The same where a scale group spans a tile's rows: (kernel, padded head_dim, rows) -> configuration.
 _HOPPER_WHOLE: dict[tuple[str, int, int], Config] = {

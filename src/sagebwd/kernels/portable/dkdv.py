@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.common.rotation import store_turned
+from sagebwd.kernels.common.rotation import part_of, store_turned
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, rows_of, tile_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
@@ -42,7 +42,7 @@ from sagebwd.kernels.portable.blocks import (
     steps_of,
     within,
 )
-from sagebwd.kernels.portable.config import Config, is_wide, tiles_of_keys
+from sagebwd.kernels.portable.config import SLICE, Config, tiles_of, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
@@ -69,12 +69,12 @@ class Groups(NamedTuple):
     TURNED: tl.constexpr
 
     @classmethod
-    def of(cls, call: Call, first: int) -> Groups:
-        """As the kernel is compiled for them, of channels from ``first`` on."""
+    def of(cls, call: Call) -> Groups:
+        """As the kernel is compiled for them."""
         recipe = call.recipe
         chosen = (
             recipe.q_scale == "token", recipe.p_scale_dv == "key", recipe.ds_scale_dk == "key",
-            call.turned_of(first) if recipe.dk == INT8 else 0,
+            call.turned if recipe.dk == INT8 else 0,
         )  # fmt: skip
         return cls(*map(tl.constexpr, chosen))
 
@@ -274,12 +274,11 @@ def dkdv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    FIRST_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """dK and dV of one key block of one key head, summed over its query heads. PAD_Q and TILE_K are the recipe's.
 
-    WIDE: BLOCK_D of their channels from FIRST_D on.
+    REST: columns of a tile of a wide call's channels from BLOCK_D on, or 0.
 
     q, k, v, do, dk, q_rows, do_rows: `Strided`; dv lies as dk does. q, k: operands of S, codes or 16-bit rows; v, do:
     of dP, codes where there is a v_scale. q_t, do_t: transposed codes, where dK and dV are INT8, else
@@ -290,6 +289,7 @@ def dkdv_kernel(
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     TMA: tl.constexpr = q_tma is not None
+    WIDE: tl.constexpr = REST > 0
     STEPS: tl.constexpr = PAD_Q // BLOCK_Q
     INT8_S: tl.constexpr = k.at.dtype.element_ty == tl.int8
     block_k, batch_head = block_in_sequence(grid, heads_k, cu_seqlens_k, tokens_k, BLOCK_K, VARLEN)
@@ -327,6 +327,9 @@ def dkdv_kernel(
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    if WIDE:
+        rest_k = tl.zeros((BLOCK_K, REST), tl.float32)
+        rest_v = tl.zeros((BLOCK_K, REST), tl.float32)
     padded_q = padded_block(start_q, batch, PAD_Q, VARLEN)
     steps_q, step_0 = blocks_q * STEPS, padded_q * STEPS
     for member in tl.range(0, group):
@@ -401,24 +404,45 @@ def dkdv_kernel(
                     ds_int8, ds_scale = quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
                 acc_v = add_dv(  # dV += P^T dO
                     acc_v, p, p_int8, p_scale, do_tile, do_t, do_rows, do_scale, keys, block, steps_q, groups,
-                    head_dim, BLOCK_D, FIRST_D, masked, TMA, VARLEN,
+                    head_dim, BLOCK_D, 0, masked, TMA, VARLEN,
                 )  # fmt: skip
+                if WIDE:
+                    rest_v = add_dv(
+                        rest_v, p, p_int8, p_scale, do_tile, do_t, do_rows, do_scale, keys, block, steps_q, groups,
+                        head_dim, REST, BLOCK_D, masked, TMA, VARLEN,
+                    )  # fmt: skip
                 acc_k = add_dk(  # dK += dS^T Q
-                    acc_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, BLOCK_D,
-                    FIRST_D, masked, TMA,
+                    acc_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, BLOCK_D, 0,
+                    masked, TMA,
                 )  # fmt: skip
+                if WIDE:
+                    rest_k = add_dk(
+                        rest_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, REST,
+                        BLOCK_D, masked, TMA,
+                    )  # fmt: skip
 
+    store_keys(dk, dv, acc_k, acc_v, keys, start_k, scale, 0, head_dim, part_of(groups.TURNED, 0), WIDE)
+    if WIDE:
+        store_keys(dk, dv, rest_k, rest_v, keys, start_k, scale, BLOCK_D, head_dim, part_of(groups.TURNED, 1), WIDE)
+
+
+@triton.jit
+def store_keys(
+    dk, dv, acc_k, acc_v, keys, start, scale, FIRST_D: tl.constexpr, head_dim: tl.constexpr, TURNED: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write dK and dV of a program's keys, of channels from FIRST_D on, of which the rotation has TURNED."""
+    BLOCK_D: tl.constexpr = acc_k.shape[1]
     columns = FIRST_D + tl.arange(0, BLOCK_D)
-    out = tile_of(dk, batch, head_k, start_k + first_k, keys.numbers, columns)
+    out = tile_of(dk, keys.batch, keys.head, start + keys.first, keys.numbers, columns)
     written = (keys.numbers < keys.left)[:, None] & (columns[None, :] < head_dim)
-    if not groups.TURNED:
+    if not TURNED:
         tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
-    if groups.TURNED:
-        at = row_of(dk, batch, head_k, start_k + first_k)
+    if TURNED:
+        at = row_of(dk, keys.batch, keys.head, start + keys.first) + FIRST_D
         inside = keys.numbers < keys.left
-        left_d: tl.constexpr = head_dim - FIRST_D
-        store_turned(at + FIRST_D, keys.numbers, pitch_of(dk), inside, acc_k, scale, left_d, groups.TURNED, BLOCK_D)
+        store_turned(at, keys.numbers, pitch_of(dk), inside, acc_k, scale, head_dim - FIRST_D, TURNED, BLOCK_D, WIDE)
 
 
 def launch_dkdv(
@@ -443,7 +467,7 @@ def launch_dkdv(
     recipe, queries, keys = call.recipe, call.queries, call.keys
     kernel = "dkdv" if tile_maxima is None else "dkdv_given"
     # dV's operand, where dP's is none: that is of codes, or of pieces of channels
-    apart = recipe.dv != INT8 and (v_scale is not None or is_wide(call.head_dim))
+    apart = recipe.dv != INT8 and (v_scale is not None or call.head_dim > SLICE)
 
     def run(config: Config) -> None:
         tma = {}
@@ -457,42 +481,42 @@ def launch_dkdv(
             }
             tma = described(views) or {}
         grid = keys.blocks(config.rows)
-        for options in config.options(call):
-            launch(
-                dkdv_kernel,
-                (grid * keys.heads_in_all,),
-                Strided.of(q, queries),
-                Strided.of(k, keys),
-                Strided.of(v, keys),
-                Strided.of(do, queries),
-                tma.get("q"),
-                tma.get("do"),
-                k_scale,
-                v_scale,
-                do_scale,
-                tma.get("q_t", q_t),
-                tma.get("do_t", do_t),
-                None if recipe.dk == INT8 else Strided.of(q_rows, queries),
-                Strided.of(do_rows, queries) if apart else None,
-                row_values,
-                tile_maxima,
-                Strided.of(dk, keys),
-                dv,
-                *masks_of(call, by_key=True),
-                Groups.of(call, options["FIRST_D"]),
-                keys.heads,
-                call.group,
-                queries.extent,
-                keys.extent,
-                keys.total,
-                queries.blocks(recipe.block_q),
-                tiles_of_keys(call),
-                grid,
-                PAD_Q=recipe.block_q,
-                TILE_K=recipe.block_k,
-                BLOCK_Q=block_q,
-                BLOCK_K=config.rows,
-                **options,
-            )
+        launch(
+            dkdv_kernel,
+            (grid * keys.heads_in_all,),
+            Strided.of(q, queries),
+            Strided.of(k, keys),
+            Strided.of(v, keys),
+            Strided.of(do, queries),
+            tma.get("q"),
+            tma.get("do"),
+            k_scale,
+            v_scale,
+            do_scale,
+            tma.get("q_t", q_t),
+            tma.get("do_t", do_t),
+            None if recipe.dk == INT8 else Strided.of(q_rows, queries),
+            Strided.of(do_rows, queries) if apart else None,
+            row_values,
+            tile_maxima,
+            Strided.of(dk, keys),
+            dv,
+            *masks_of(call, by_key=True),
+            Groups.of(call),
+            keys.heads,
+            call.group,
+            queries.extent,
+            keys.extent,
+            keys.total,
+            queries.blocks(recipe.block_q),
+            tiles_of_keys(call),
+            grid,
+            PAD_Q=recipe.block_q,
+            TILE_K=recipe.block_k,
+            BLOCK_Q=block_q,
+            BLOCK_K=config.rows,
+            **tiles_of(call.head_dim),
+            **config.options(call),
+        )
 
     run_best(kernel, call, run)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.common.rotation import store_turned
+from sagebwd.kernels.common.rotation import part_of, store_turned
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
@@ -39,7 +39,7 @@ from sagebwd.kernels.portable.blocks import (
     visible_pairs,
     work_tile_of,
 )
-from sagebwd.kernels.portable.config import Config, tiles_of_keys
+from sagebwd.kernels.portable.config import Config, tiles_of, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
 from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
@@ -101,12 +101,11 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    FIRST_D: tl.constexpr,
-    WIDE: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """dQ of one query block of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
 
-    WIDE: BLOCK_D of its channels from FIRST_D on.
+    REST: columns of a tile of a wide call's channels from BLOCK_D on, or 0.
 
     q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S; v and do: of dP, codes where there is a v_scale. k_t:
     transposed codes where dQ is INT8, else None, and k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v,
@@ -115,7 +114,8 @@ def dq_kernel(
     rotation whose codes k_t has, or 0.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    EVEN: tl.constexpr = head_dim >= FIRST_D + BLOCK_D
+    WIDE: tl.constexpr = REST > 0
+    EVEN: tl.constexpr = head_dim >= BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     INT8_DQ: tl.constexpr = k_t is not None
     INT8_DP: tl.constexpr = v_scale is not None
@@ -136,7 +136,7 @@ def dq_kernel(
     bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
-    columns = FIRST_D + tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D)
     left_q = length_q - first_q
     inside = queries < left_q
     q_at = row_of(q, work_tile.batch, work_tile.head, start_q + first_q)
@@ -175,6 +175,8 @@ def dq_kernel(
     # a NaN anywhere in a query's row is in its delta, and must be in its dQ
     poison = row_delta * 0 if DS_PER_QUERY else tl.sum(row_delta * 0, 0)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    if WIDE:
+        rest = tl.zeros((BLOCK_Q, REST), tl.float32)
     for masked in tl.static_range(2):
         count, listed = steps_of(n_range, lists, masked)
         for i in tl.range(0, count):
@@ -236,10 +238,9 @@ def dq_kernel(
                     ds = ds * key_scale[None, :]
                 if tile_maxima is not None:
                     p_max, ds_max = largest_of_tile(p, ds)
-                    if FIRST_D == 0:
-                        at = tile_maxima + block.to(tl.int64) * blocks_q * 2
-                        tl.store(at, p_max)
-                        tl.store(at + 1, ds_max)
+                    at = tile_maxima + block.to(tl.int64) * blocks_q * 2
+                    tl.store(at, p_max)
+                    tl.store(at + 1, ds_max)
                 else:
                     ds_max = largest(ds, DS_PER_QUERY)
                 ds_int8 = quantize_tile(ds, ds_max, DS_PER_QUERY)
@@ -247,27 +248,47 @@ def dq_kernel(
                 if not K_TOKEN:
                     ds_scale = ds_scale * block_scale
                 TMA: tl.constexpr = k_tma is not None
-                operand = load_transposed(
-                    k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA, FIRST_D
-                )
+                operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
                 acc = accumulate(acc, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # (7) dQ += dS K
+                if WIDE:
+                    operand = load_transposed(
+                        k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, REST, TMA, BLOCK_D
+                    )
+                    rest = accumulate(rest, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # dQ += dS K
             else:
                 operand = load_rows(
                     rows_at + first_64 * pitch_of(k_rows), keys, columns, pitch_of(k_rows), left, head_dim,
                     not masked, EVEN,
                 )  # fmt: skip
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # (7) dQ += dS K
+                if WIDE:
+                    operand = load_rows(
+                        rows_at + first_64 * pitch_of(k_rows), keys, BLOCK_D + tl.arange(0, REST), pitch_of(k_rows),
+                        left, head_dim, not masked, head_dim == BLOCK_D + REST,
+                    )  # fmt: skip
+                    rest = dot_16bit(to_16bit(ds, operand.dtype), operand, rest)  # dQ += dS K
 
     if DO_SCALE_LAST:
         acc *= do_scale[:, None]
     out = row_of(dq, work_tile.batch, work_tile.head, start_q + first_q)
+    store_rows(out, pitch_of(dq), queries, inside, acc, scale, head_dim, part_of(TURNED, 0), WIDE)
+    if WIDE:
+        store_rows(
+            out + BLOCK_D, pitch_of(dq), queries, inside, rest, scale, head_dim - BLOCK_D, part_of(TURNED, 1), WIDE
+        )  # fmt: skip
+
+
+@triton.jit
+def store_rows(out, pitch, rows, inside, acc, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr):
+    """Write acc scale, times the rotation of so many channels, to the rows that are ``inside``."""
+    BLOCK_D: tl.constexpr = acc.shape[1]
     if TURNED:
-        left_d: tl.constexpr = head_dim - FIRST_D
-        store_turned(out + FIRST_D, queries, pitch_of(dq), inside, acc, scale, left_d, TURNED, BLOCK_D)
+        store_turned(out, rows, pitch, inside, acc, scale, head_dim, TURNED, BLOCK_D, WIDE)
     else:
-        out = out + queries[:, None] * pitch_of(dq) + columns[None, :]
+        columns = tl.arange(0, BLOCK_D)
         written = inside[:, None] & (columns[None, :] < head_dim)
-        tl.store(out, to_16bit(acc * scale, dq.at.dtype.element_ty), mask=written)
+        found = to_16bit(acc * scale, out.dtype.element_ty)
+        tl.store(out + rows[:, None] * pitch + columns[None, :], found, mask=written)
 
 
 def launch_dq(
@@ -296,40 +317,40 @@ def launch_dq(
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
             tma = described(views) or {}
         grid = queries.blocks(config.rows)
-        for options in config.options(call):
-            launch(
-                dq_kernel,
-                (grid * queries.heads_in_all,),
-                Strided.of(q, queries),
-                Strided.of(k, keys),
-                Strided.of(v, keys),
-                Strided.of(do, queries),
-                tma.get("k"),
-                tma.get("v"),
-                k_scale,
-                v_scale,
-                tma.get("k_t", k_t),
-                None if recipe.dq == INT8 else Strided.of(k_rows, keys),
-                row_values,
-                tile_maxima,
-                Strided.of(dq, queries),
-                *masks_of(call),
-                queries.heads,
-                call.group,
-                queries.extent,
-                keys.extent,
-                keys.total,
-                queries.blocks(recipe.block_q),
-                keys.blocks(config.block_k(recipe)),
-                tiles_of_keys(call),
-                grid,
-                TURNED=call.turned_of(options["FIRST_D"]) if recipe.dq == INT8 else 0,
-                K_TOKEN=recipe.k_scale != "block",
-                DS_PER_QUERY=recipe.ds_scale_dq == "query",
-                PAD_Q=recipe.block_q,
-                BLOCK_Q=config.rows,
-                BLOCK_K=config.block_k(recipe),
-                **options,
-            )
+        launch(
+            dq_kernel,
+            (grid * queries.heads_in_all,),
+            Strided.of(q, queries),
+            Strided.of(k, keys),
+            Strided.of(v, keys),
+            Strided.of(do, queries),
+            tma.get("k"),
+            tma.get("v"),
+            k_scale,
+            v_scale,
+            tma.get("k_t", k_t),
+            None if recipe.dq == INT8 else Strided.of(k_rows, keys),
+            row_values,
+            tile_maxima,
+            Strided.of(dq, queries),
+            *masks_of(call),
+            queries.heads,
+            call.group,
+            queries.extent,
+            keys.extent,
+            keys.total,
+            queries.blocks(recipe.block_q),
+            keys.blocks(config.block_k(recipe)),
+            tiles_of_keys(call),
+            grid,
+            TURNED=call.turned if recipe.dq == INT8 else 0,
+            K_TOKEN=recipe.k_scale != "block",
+            DS_PER_QUERY=recipe.ds_scale_dq == "query",
+            PAD_Q=recipe.block_q,
+            BLOCK_Q=config.rows,
+            BLOCK_K=config.block_k(recipe),
+            **tiles_of(call.head_dim),
+            **config.options(call),
+        )
 
     run_best("dq", call, run)

@@ -43,7 +43,7 @@ from sagebwd.kernels.portable.blocks import (
     visible_pairs,
     work_tile_of,
 )
-from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.config import Config, slices
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.first_keys import FirstKeys, cut_first_block, first_products, last_of
 from sagebwd.kernels.portable.lists import masks_of
@@ -311,7 +311,8 @@ def launch_forward(
             v_view = (transposed_view(v.at, call.head_dim), block[::-1]) if o_int8 else (keys.view(v.at), block)
             tma = described({"k": (keys.view(k), block), "v": v_view}) or {}
         grid = queries.blocks(config.rows)
-        for options in config.options(call):
+        parts = slices(call.head_dim)
+        for first, width in parts:
             launch(
                 forward_kernel,
                 (grid * queries.heads_in_all,),
@@ -340,7 +341,10 @@ def launch_forward(
                 V_SCALE=recipe.v_scale,
                 BLOCK_Q=config.rows,
                 BLOCK_K=config.block_k(recipe),
-                **options,
+                BLOCK_D=width,
+                FIRST_D=first,
+                WIDE=len(parts) > 1,
+                **config.options(call),
             )
 
     run_best("forward", call, run)
