@@ -104,6 +104,9 @@ def doctor(
         console.print("  torch        [green]runs it[/green]: recipe auto hands it every call without a GPU")
         named = "takes the call where a recipe is named"
         found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
+    if by_torch:
+        named = "could, where a recipe is named"
+        found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
