@@ -1,7 +1,12 @@
-"""One run from a device at rest to one at rest again; `sagebwd.cli.timer` has medians of runs that take turns."""
+"""One run from a device at rest to one at rest again, and bursts: medians of such runs behind a pause.
+
+`sagebwd.cli.timer` has the medians of steady loads.
+"""
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,6 +14,10 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+BURSTS = 10
+"""How often a run is timed in one round."""
+PAUSE_S = 0.03
+"""Before each burst: some thirty times its length, in which a GPU cools down and keeps its clock."""
 
 
 def wait(device: str | torch.device) -> None:
@@ -25,3 +34,27 @@ def from_rest(run: Callable[[], T], device: str | torch.device) -> tuple[T, floa
     returned = time.perf_counter()
     wait(device)
     return found, (time.perf_counter() - start) * 1e3, (returned - start) * 1e3
+
+
+def time_bursts(
+    runs: dict[str, Callable[[], object]],
+    device: str,
+    rounds: int,
+    tell: Callable[[float], object] = lambda done: None,
+) -> dict[str, tuple[float, float]]:
+    """Median ms of each run on a GPU that had nothing to do, and of its host; they take turns in every round.
+
+    What the host takes before the first kernel counts. tell: is told the share of it that is done.
+    """
+    for run in runs.values():
+        from_rest(run, device)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    order, draw = list(runs.items()), random.Random(0)
+    for turn in range(rounds):
+        draw.shuffle(order)
+        for number, (name, run) in enumerate(order):
+            tell((turn + number / len(runs)) / rounds)
+            for _ in range(BURSTS):
+                time.sleep(PAUSE_S)
+                times[name].append(from_rest(run, device)[1:])
+    return {name: tuple(map(statistics.median, zip(*values))) for name, values in times.items()}
