@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step`."""
+"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step | energy`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     import typer
     from rich.table import Table
 
-    from benchmarks import commands, step_command
+    from benchmarks import commands, energy_command, step_command
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
@@ -416,6 +416,7 @@ def _block_table(title: str, rows: list) -> Table:
 
 
 app.command()(step_command.step)
+app.command()(energy_command.energy)
 
 
 def main() -> None:

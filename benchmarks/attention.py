@@ -150,14 +150,49 @@ def measure_shape(
 
     Raises NotImplementedError where none runs a recipe.
     """
-    dtype = torch.bfloat16
-    inputs = shape.inputs(device, dtype)
+    inputs = shape.inputs(device, torch.bfloat16)
+    checking = CHECKING[torch.device(device).type]
+    attentions, gates, refused, errors = checked(
+        shape, inputs, recipes, impls, device, deterministic=deterministic, low_bit_peers=low_bit_peers,
+        tell=lambda text, done: tell(text, checking * done),
+    )  # fmt: skip
+    times = _time_all(
+        attentions, gates, inputs, device, rounds, time_bursts if bursts else time_interleaved,
+        lambda text, done: tell(text, checking + 0.95 * (1 - checking) * done),
+    )  # fmt: skip
+    tell("measuring memory", 0.95 + 0.05 * checking)
+    used = {
+        key: memory(attention, inputs) if _has_backward(gates[key]) else (None, None)
+        for key, attention in attentions.items()
+    }
+    return [
+        _row(shape, key, direction, times, gates, refused, used, errors.get(key))
+        for key in attentions
+        for direction in DIRECTIONS
+    ]
+
+
+class Checked(NamedTuple):
+    """Attentions of a shape, what each one's gate of a direction says, who does not run and why, and errors."""
+
+    attentions: dict[Key, Attention]
+    gates: dict[Key, dict[str, str]]
+    refused: dict[str, str]
+    errors: dict[Key, dict[str, float]]
+
+
+def checked(
+    shape: Shape, inputs: tuple[Tensor, ...], recipes: Iterable[Recipe | str], impls: Iterable[str] | None,
+    device: str, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (),
+    tell: Callable[[str, float], object] = lambda *_: None,
+) -> Checked:  # fmt: skip
+    """What `measure_shape` times, held against what it should compute. Raises NotImplementedError as it does."""
     attentions: dict[Key, Attention] = {}
     gates: dict[Key, dict[str, str]] = {}
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
-    found, checking = _ours(shape, recipes, impls, device, inputs), CHECKING[torch.device(device).type]
+    found = _ours(shape, recipes, impls, device, inputs)
     for number, ours in enumerate(found):
-        tell(f"checking {ours.text} ({ours.impl})", checking * number / (len(found) + 1))
+        tell(f"checking {ours.text} ({ours.impl})", number / (len(found) + 1))
         key = ours.impl, ours.text
         attentions[key] = ours.attention
         gates[key] = dict.fromkeys(DIRECTIONS, _our_gate(shape, ours, inputs, exact))
@@ -168,7 +203,7 @@ def measure_shape(
             key = ours.impl, ours.text
             attentions[key] = ours.attention
             gates[key] = dict.fromkeys(DIRECTIONS, _our_gate(shape, ours, inputs, exact))
-    tell("checking the baselines", checking * len(found) / (len(found) + 1))
+    tell("checking the baselines", len(found) / (len(found) + 1))
     errors: dict[Key, dict[str, float]] = {}
     refused: dict[str, str] = {}
     low_bit_attentions = low_bit.attentions(shape, low_bit_peers)
@@ -190,20 +225,7 @@ def measure_shape(
         attentions[name, BASELINE] = attention
         wrong = wrong_tensors(shape, attention, exact, inputs, backward=reason is None)
         gates[name, BASELINE] = _peer_gates(wrong, reason)
-    times = _time_all(
-        attentions, gates, inputs, device, rounds, time_bursts if bursts else time_interleaved,
-        lambda text, done: tell(text, checking + 0.95 * (1 - checking) * done),
-    )  # fmt: skip
-    tell("measuring memory", 0.95 + 0.05 * checking)
-    used = {
-        key: memory(attention, inputs) if _has_backward(gates[key]) else (None, None)
-        for key, attention in attentions.items()
-    }
-    return [
-        _row(shape, key, direction, times, gates, refused, used, errors.get(key))
-        for key in attentions
-        for direction in DIRECTIONS
-    ]
+    return Checked(attentions, gates, refused, errors)
 
 
 class Ours(NamedTuple):
