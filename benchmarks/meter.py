@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -96,13 +95,13 @@ def power_of(readings: list[Reading]) -> Power:
     return Power((last.joules - first.joules) / seconds, len(changes), late / seconds)
 
 
-def at_rest(meter: Meter, seconds: float, wait: Callable[[float], object] = time.sleep) -> float:
+def at_rest(meter: Meter, seconds: float) -> float:
     """Watts of a GPU that does nothing, from the moment on that it has done so for a third of a second."""
-    wait(0.3)
+    time.sleep(0.3)
     readings, start = [], time.perf_counter()
     while not readings or readings[-1].seconds - start < seconds:
         readings.append(Reading(time.perf_counter(), meter.joules()))
-        wait(0.005)
+        time.sleep(0.005)
     return power_of(readings).watts
 
 

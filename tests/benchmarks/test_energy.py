@@ -67,7 +67,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(meter, "_uuid", lambda device: "GPU-7")
     monkeypatch.setattr(time, "perf_counter", lambda: one.now)
     monkeypatch.setattr(time, "sleep", one.spend)
-    monkeypatch.setattr(meter.at_rest, "__defaults__", (one.spend,))
     return one
 
 
