@@ -1,4 +1,4 @@
-"""Sources of FlashAttention-3, packed at the commit of CUTLASS that they name; builds, by compilers that do nothing."""
+"""Sources of FlashAttention-3, packed at the commit of CUTLASS that they name; builds by compilers that do nothing."""
 
 import ast
 import importlib.metadata
