@@ -151,7 +151,7 @@ def measure_shape(
     rest_before = at_rest(meter, window)
     loads = by_turns(runs, meter, device, rounds, lead, window, lambda text, done: tell(text, 0.2 + 0.8 * done))
     rest = [rest_before, at_rest(meter, window)]
-    return [_row(shape, key, way, loads, gates, rest, meter.source) for key, way in gates]
+    return [_row(shape, key, way, loads, gates, rest, meter.source) for way in DIRECTIONS for key in wanted]
 
 
 def directions(attention: Attention, inputs: tuple[Tensor, ...]) -> dict[str, Callable[[], object]]:

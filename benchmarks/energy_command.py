@@ -126,7 +126,7 @@ def _costs(row: object) -> list[str]:
     """Cells of `COSTS`."""
     mhz = f"{row.mhz:.0f}"
     joules = f"{row.joules * 1e3:.2f}", f"{row.spread:.1%}", f"{row.above_rest * 1e3:.2f}"
-    return [f"{row.ms:.3f}", *joules, f"{row.watts:.0f}", mhz, f"{row.celsius:.0f}"]
+    return [f"{row.ms:.4f}", *joules, f"{row.watts:.0f}", mhz, f"{row.celsius:.0f}"]
 
 
 def _rest(rows: list) -> str:
@@ -166,7 +166,7 @@ def _passes_table(title: str, rows: list) -> Table:
     ms, joules = (sum(getattr(row, name) for row in launches) for name in ("ms", "joules"))
     above = sum(row.above_rest for row in launches)
     of_call = "", "", "", f"{joules / call.joules:.1%}"
-    table.add_row("all launches", "", f"{ms:.3f}", f"{joules * 1e3:.2f}", "", f"{above * 1e3:.2f}", *of_call)
+    table.add_row("all launches", "", f"{ms:.4f}", f"{joules * 1e3:.2f}", "", f"{above * 1e3:.2f}", *of_call)
     return table
 
 
