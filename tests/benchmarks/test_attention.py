@@ -229,10 +229,10 @@ def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     assert times == {"a": (2.0, 1.0)}
 
 
-def test_of_contenders_who_is_slow_runs_once(monkeypatch):
+def test_of_contenders_who_is_slow_runs_alone(monkeypatch):
     """But not for a host's hiccup in a small call."""
     once = {"a": 2.0, "b": 7.0, "c": 5.0}
-    monkeypatch.setattr(timer, "_once", lambda run, device: once[run()])
+    monkeypatch.setattr(timer, "_alone", lambda run, device: once[run()])
     monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
     runs = {name: lambda name=name: name for name in once}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
