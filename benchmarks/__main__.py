@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step`."""
+"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step | energy`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     import typer
     from rich.table import Table
 
-    from benchmarks import commands, step_command
+    from benchmarks import commands, energy_command, step_command
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
@@ -40,6 +40,9 @@ def attention(
     special: Annotated[
         bool | None, typer.Option(help="Also grouped heads and the video shape [default: on a GPU].")
     ] = None,
+    nvidia: Annotated[
+        bool, typer.Option("--nvidia", help="NVIDIA's shapes in the grid's place: batch 2, 64 heads on 8, 128.")
+    ] = False,
     packed: Annotated[
         bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
     ] = False,
@@ -53,6 +56,9 @@ def attention(
     peer: Annotated[
         list[str] | None, typer.Option(help="Also a low-bit attention of others: cudnn-fp8, cudnn-fp8-e4m3; repeat.")
     ] = None,
+    bursts: Annotated[
+        bool, typer.Option("--bursts", help="Calls behind a pause, on a cool GPU, in a steady load's place.")
+    ] = False,
     rounds: commands.Rounds = 4,
     device: commands.Device = "cuda",
     output: commands.Results = commands.RESULTS,
@@ -81,14 +87,19 @@ def attention(
     if documents and not packed:
         raise ValueError("--documents names lengths of --packed, which was not given")
     if packed:
-        if tokens or special or peer:
+        if tokens or special or peer or nvidia:
             raise ValueError(
-                "--packed has shapes of its own; expected none of --tokens, --special and --peer beside it"
+                "--packed has shapes of its own; expected none of --tokens, --special, --peer and --nvidia beside it"
             )
         kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS, documents, device)
+    elif nvidia:
+        if head_dim or special:
+            raise ValueError("--nvidia has shapes of its own; expected neither --head-dim nor --special beside it")
+        kind, grid = "attention", shapes.nvidia_shapes(tokens, device)
     else:
         kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens, device)
         grid += shapes.special_shapes() if (device != "cpu" if special is None else special) else []
+    kind += "-bursts" * bursts
     facts = environment(device, commit) | low_bit.facts(peer or ())
     kept = rows_of_others(path_of(facts, output, kind), facts, benchmark.CALL, [benchmark.call_of(x) for x in grid])
     rows: list[benchmark.Measurement] = []
@@ -102,8 +113,9 @@ def attention(
                 tell(f"{index + 1} of {len(grid)}, {shape}: {text}", share)
 
             measured = benchmark.measure_shape(
-                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
-            )
+                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (),
+                bursts=bursts, tell=told,
+            )  # fmt: skip
             rows += measured
             # anew with every shape: one that is cut off has what it measured
             path = save([*kept, *rows], facts, output, kind)
@@ -404,6 +416,7 @@ def _block_table(title: str, rows: list) -> Table:
 
 
 app.command()(step_command.step)
+app.command()(energy_command.energy)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from benchmarks.__main__ import _attention_table
 from benchmarks.baselines import available
 from benchmarks.correctness import emulated, gate, wrong_tensors
 from benchmarks.plot import plot_attention
-from benchmarks.shapes import Shape, flops, special_shapes, standard_grid
+from benchmarks.shapes import Shape, flops, nvidia_shapes, special_shapes, standard_grid
 from sagebwd import Recipe, sage_attention
 from sagebwd.cli import results, timer
 from sagebwd.switches import current
@@ -96,6 +96,15 @@ def timed(monkeypatch, **ms):
         return {key: (float(ms.get(key[0], 1000)), 0.0) for key in runs}
 
     monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
+
+
+@pytest.mark.rounding
+def test_bursts_take_the_place_of_a_steady_load(monkeypatch):
+    timed(monkeypatch)
+    monkeypatch.setattr(bench, "time_bursts", lambda runs, device, rounds, tell: dict.fromkeys(runs, (7.0, 3.0)))
+    for bursts, ms in ((False, 1000.0), (True, 7.0)):
+        rows = bench.measure_shape(SHAPE, ["token"], ["reference"], "cpu", rounds=1, bursts=bursts)
+        assert {row.ms for row in rows} == {ms, 2 * ms}
 
 
 @pytest.mark.rounding
@@ -220,10 +229,10 @@ def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
     assert times == {"a": (2.0, 1.0)}
 
 
-def test_of_contenders_who_is_slow_runs_once(monkeypatch):
+def test_of_contenders_who_is_slow_runs_alone(monkeypatch):
     """But not for a host's hiccup in a small call."""
     once = {"a": 2.0, "b": 7.0, "c": 5.0}
-    monkeypatch.setattr(timer, "_once", lambda run, device: once[run()])
+    monkeypatch.setattr(timer, "_alone", lambda run, device: once[run()])
     monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
     runs = {name: lambda name=name: name for name in once}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
@@ -239,7 +248,8 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
     assert path.name.startswith("attention_cpu_")
     assert path.stem.endswith("abc1234")
     content = json.loads(path.read_text())
-    assert {"gpu", "driver", "torch", "triton", "flash_attn_4", "commit", "dirty", "date", "rows"} == set(content)
+    versions = {"torch", "triton", "flash_attn_4", "flash_attn_3"}
+    assert versions | {"gpu", "driver", "commit", "dirty", "date", "rows"} == set(content)
     assert len(content["rows"]) == len(rows)
     with bench.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
@@ -250,6 +260,13 @@ def test_results_are_saved_drawn_and_summarised(tmp_path):
     expected = rows[2].peer_ms / rows[2].ms
     assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "peer") == pytest.approx(expected)
     assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "fa2") is None
+
+
+def test_nvidia_shapes():
+    shapes = nvidia_shapes()
+    assert {(x.head_dim, x.heads, x.kv_heads, x.batch) for x in shapes} == {(128, 64, 8, 2)}
+    assert {(x.tokens, x.is_causal) for x in shapes} == {(n, c) for n in (4096, 8192, 16384) for c in (False, True)}
+    assert [x.tokens for x in nvidia_shapes([512])] == [512, 512]
 
 
 def test_standard_grid():
