@@ -21,18 +21,6 @@ def without_keys() -> dict[str, fuzz.Case]:
     return found
 
 
-def test_inputs_are_as_long_as_their_lengths_say():
-    layouts = set()
-    for seed in range(0, 500, 7):
-        case = fuzz.Case.drawn(seed, LONGEST, RECIPE)
-        layouts.add(case.layout)
-        total, tokens = (sum, -3) if case.layout == "packed" else (max, -2)
-        q, k, v, do = case.inputs("cpu")
-        assert q.shape[tokens] == do.shape[tokens] == total(case.lengths_q), case
-        assert k.shape[tokens] == v.shape[tokens] == total(case.lengths_k), case
-    assert layouts == {"dense", "padded", "packed", "masked"}
-
-
 def test_a_packed_call_without_keys():
     cases = without_keys()
     assert set(cases) == set(fuzz.KINDS) - {"near-one-hot"}
@@ -175,20 +163,6 @@ def test_noise_may_overflow_fp16_and_nothing_else_may(monkeypatch, recipe):
     assert found(case, 9, torch.inf) == finite
     assert found(fuzz.replace(case, kind="normal"), 3, torch.inf) == finite
     assert found(fuzz.replace(case, dtype=torch.bfloat16), 3, torch.inf) == finite
-
-
-def test_any_width_is_drawn_and_seeds_of_a_group_have_one():
-    widths = set()
-    for first in range(0, 400 * fuzz.GROUP, fuzz.GROUP):
-        of_group = [fuzz.Case.drawn(first + n, LONGEST, RECIPE) for n in (0, fuzz.GROUP - 1)]
-        (pair,) = {(case.head_dim, case.value_dim) for case in of_group}
-        widths.add(pair)
-    assert {(64, 64), (128, 128)} <= widths
-    assert all(1 <= width <= 256 for pair in widths for width in pair)
-    for found in ({q for q, _ in widths}, {v for q, v in widths if v != q}):
-        assert any(width % 16 == 8 for width in found)
-        assert any(width % 8 for width in found)
-        assert max(found) > 128
 
 
 def first_drawn(wanted):

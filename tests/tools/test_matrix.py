@@ -95,44 +95,6 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
     assert set(sizes.rotated()) <= once
 
 
-def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
-    rows = rows_of("cover")
-    assert {sizes.alike(max(dims)) for dims in sizes.KINDS} == {
-        (columns, divisor) for columns in (32, 64, 128, 256) for divisor in (16, 8, 1)
-    } - {(32, 16), (256, 8)}  # 16 and 32, and the eight of the test above
-    at = {variant: met(rows, *variant) for variant in VARIANTS}
-    for variant, found in at.items():
-        assert all(len(found[dims]) >= 8 for dims in sizes.VARIED), variant
-        for form in FORMS:
-            widths = [max(dims) for dims in sizes.VARIED if form in found[dims]]
-            assert len(widths) >= 4, (variant, form)
-            assert {sizes.alike(width)[1] for width in widths} == {16, 8, 1}, (variant, form)
-    for dims in sizes.VARIED:
-        assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
-
-
-def test_every_recipe_has_bounds():
-    assert all(len(check.bounds(row.recipe, 8)) == 5 for row in rows_of("every") if row.recipe != "auto")
-
-
-def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():
-    assert {0, 1, 2, 17, 300} <= set(FORMS["packed-causal"].lengths_q)
-    assert 0 in FORMS["packed"].lengths_k
-    assert {form.contiguous for form in FORMS.values()} == {False, True}
-    assert {form.heads // form.kv_heads for form in FORMS.values()} == {1, 2, 4}
-    assert {form.layout for form in FORMS.values()} == {"dense", "packed", "padded", "masked"}
-    assert any(length % 2 for length in FORMS["causal"].lengths_q)
-    batch = large.BATCH * large.FORMS["many-heads"].heads
-    assert min(batch, large.SEQUENCES) > 65535
-    assert large.LONG * large.FORMS["over-2^31"].heads * 128 > 2**31
-    for form in FORMS:
-        inputs = cell(form).inputs("cpu")
-        spoilt = cell(form).with_spoilt(inputs)
-        assert [x.stride() for x in spoilt] == [x.stride() for x in inputs]
-        same = all(map(torch.equal, inputs, spoilt))
-        assert same == (not FORMS[form].spoilt), form
-
-
 @pytest.mark.parametrize("size", ["short", "cover", "every"])
 def test_groups_hold_each_row_once_and_none_is_the_last_to_end(size):
     rows = [*rows_of(size), *large.cells()]

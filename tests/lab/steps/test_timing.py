@@ -1,8 +1,6 @@
 """python -m lab bench-training: what is timed, compiled too, and its tables."""
 
 import json
-import sys
-from dataclasses import asdict
 from functools import partial, partialmethod
 
 import pytest
@@ -15,14 +13,11 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import breakdown, plot
-from lab import __main__ as cli
 from lab.steps import tables as tables
 from lab.steps import timing as bench
 from lab.steps.runner import Layer
-from lab.steps.timing import Step
 from lab.training.config import FULL_PRECISION, Config
 from lab.training.model import build
-from sagebwd.cli.results import save
 from sagebwd.integrations import transformers as integration
 from sagebwd.planning.plan import Plan
 from tests.lab.training.runs import command, finish
@@ -30,7 +25,6 @@ from tests.lab.training.runs import command, finish
 TINY = Config("tiny").replace(
     {"model.layers": 2, "model.width": 64, "model.mlp_width": 96, "data.context": 32, "model.kv_heads": 1}
 )
-PARTS = {"attention": 5.0, "passes": 1.0, "copies": 2.0, "other": 9.0, "idle": 0.5}
 
 
 def measure(*names, **arguments):
@@ -202,30 +196,6 @@ def test_two_processes_count_the_tokens_of_both(tmp_path):
         assert row["tokens_per_s"] == pytest.approx(2 * 2 * 16 / row["step_ms"] * 1e3)
 
 
-def test_the_command_writes_what_it_measured(monkeypatch, capsys, tmp_path):
-    config = tmp_path / "tiny.yaml"
-    config.write_text("model: {layers: 1, width: 32, heads: 1, mlp_width: 32}\n", encoding="utf-8")
-    arguments = (
-        f"bench-training --config {config} --device cpu --no-compile --batch 1 --context 16 --context 32 --steps 1 "
-        f"--warmup 1 --vocabulary 20 --output {tmp_path} --commit abc"
-    )
-    monkeypatch.setattr(sys, "argv", ["sagebwd", *arguments.split()])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 0
-    printed = capsys.readouterr()
-    assert "token@reference" in printed.out
-    assert "where a step's time goes, ms" in printed.out
-    assert "context 16, sdpa: first step\n" in printed.err  # no terminal: lines, at least a second apart
-    (path,) = tmp_path.glob("training_cpu_*_abc.json")
-    content = json.loads(path.read_text())
-    assert [(row["attention"], row["context"]) for row in content["rows"]] == [
-        ("sdpa", 16), ("token@reference", 16), ("sdpa", 32), ("token@reference", 32),
-    ]  # fmt: skip
-    assert content["model"]["layers"] == 1
-    assert content["commit"] == "abc"
-
-
 @pytest.fixture
 def graphs(monkeypatch):
     """What Inductor is asked for of each graph, which it divides and then runs as it is.
@@ -287,45 +257,3 @@ def test_checkpointing_with_and_without_attention(compiled, monkeypatch, graphs)
     assert forwards[False] == 2 * forwards[True] == 2 * 2 * (1 + 1 + 1 + bench.PROFILED_STEPS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 * 2 if compiled == "layers" else 0)
     assert len(graphs) == (2 * 2 if compiled == "layers" else 0)
-
-
-FACTS = {"gpu": "NVIDIA H200", "torch": "2", "triton": "3", "date": "2026-01-01", "commit": "abc"}
-
-
-STATE = 2 * 32 * 2 * (8 * 32 + 4)
-"""Bytes of Q, K, V, O and lse of one of `TINY`'s layers, of two sequences of 32 tokens."""
-
-
-def step(attention, recipe, step_ms, kept_bytes, context=32, checkpointing="no", gate="ok", parts=PARTS):
-    return Step(
-        attention, recipe, recipe and "hopper", context, 2, 1, "layers", checkpointing, True, 1_000_000, 4, gate, 1.0,
-        step_ms, step_ms and [step_ms, step_ms - 1, step_ms + 2], step_ms and step_ms / 2,
-        step_ms and 2 * context / step_ms * 1e3, "cudnn",
-        step_ms and 20.0 / step_ms, 3 << 30, kept_bytes, 6.0, 17.0, 0.35, parts, {}, {}, 1e12, 989.0, 0.4, 1.0,
-    )  # fmt: skip
-
-
-def test_a_page_from_a_result_file(tmp_path):
-    rows = [
-        step("cudnn", None, 20.0, 1 << 30, 64), step("mixed@hopper", "mixed", 16.0, (1 << 30) - STATE // 2),
-        step("cudnn", None, 20.0, 1 << 30), step("fa4", None, None, None, gate="FAILED", parts={}),
-        step("mixed@hopper", "mixed", 10.0, None, checkpointing="but attention"),
-        step("mixed@hopper", "mixed", 12.0, 1 << 30, checkpointing="layers"),
-        step("mixed+fused@hopper", "mixed", 15.0, 1 << 30),
-    ]  # fmt: skip
-    path = save(rows, FACTS | {"model": asdict(TINY.model)}, tmp_path, "training")
-    lines = tables.markdown([path]).splitlines()
-    assert "1M weights, layers compiled." in lines
-    assert "1M weights, layers compiled, checkpointed but for attention." in lines
-    assert "| 32 | 2 | `mixed` | 16.0 | 15.0 to 18.0 | 8.0 | 4,000 | 1.250 (cudnn) |" in lines
-    assert "| 32 | 2 | `mixed+fused` | 15.0 | 14.0 to 17.0 | 7.5 | 4,267 | 1.333 (cudnn) |" in lines
-    assert "| 32 | `mixed` | 5.0 | 1.0 | 2.0 | 9.0 | 0.5 |" in lines
-    assert (
-        f"| 32 | `mixed` | 1.00 | {0.75 * STATE / 2**20:.0f} | 0.750 | 3.00 |" in lines
-    )  # a quarter less in 2 layers
-    assert "| 32 | `mixed` | 1.00 | 3.00 |" in lines  # of layers computed again, whose attention keeps nothing
-    assert "FAILED: fa4 at 32 tokens" in lines
-    steps = [line for line in lines if line.startswith(("| 32 | 2 |", "| 64 | 2 |"))]
-    assert [line.split("|")[1] for line in steps] == [" 32 ", " 32 ", " 32 ", " 64 ", " 32 ", " 32 "]
-    pytest.importorskip("matplotlib")
-    assert plot.plot_steps([path], tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")

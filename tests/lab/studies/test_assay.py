@@ -81,19 +81,6 @@ def test_weights_and_tokens_of_continued_training(folder, command):
     assert (code, f"of {len(weights)} of the model it has 1" in said) == (2, True)
 
 
-def test_what_the_command_refuses(folder, command):
-    model = ["assay", "--model", str(folder / "model")]
-    for arguments, told in (
-        (["assay"], "expected one of --model"),
-        ([*model, "--config", "configs/grid/small.yaml"], "expected one of --model"),
-        (model, "--model wants a --text"),
-        ([*model, "--text", "x", "--windows", "1"], "windows=1 must be at least 2"),
-    ):
-        code, _, said = command(*arguments)
-        assert code == 2
-        assert told in said
-
-
 @pytest.fixture
 def call():
     generator = torch.Generator().manual_seed(0)
@@ -199,16 +186,6 @@ def test_error_and_slope_of_each_layer():
     }
     assert of["q_proj"] == {"error": pytest.approx((1 / 20) ** 0.5), "slope": pytest.approx(-4 / 20)}
     assert of["all"]["slope"] == pytest.approx(-4 / 30)
-
-
-def test_means_over_windows_are_those_of_all():
-    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
-    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
-        found = assay.average(found, count, {"slope": slope, "error": error})
-        seen = slopes[:count]
-        assert found["slope"] == pytest.approx(statistics.mean(seen))
-        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
-    assert found["error"] == pytest.approx(statistics.mean(errors))
 
 
 @pytest.fixture

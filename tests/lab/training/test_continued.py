@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lab.training import kernel_commit, packed
-from lab.training.config import load
 from lab.training.continued import comparison, tokens, workers
 from lab.training.continued import train as one
 from lab.training.continued.config import Continued
@@ -260,9 +259,3 @@ def test_the_tree_of_kernels_is_gits(tmp_path):
     assert (
         kernel_commit.tree(tmp_path) == subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     )
-
-
-def test_the_config_in_the_repository_is_understood():
-    runs = load(CONFIG, None, Continued).runs()
-    assert len(runs) == 60
-    assert list(runs)[:2] == [f"lr-0.0001/seed-0/{FULL}", "lr-0.0001/seed-0/mixed"]
