@@ -2,7 +2,6 @@
 
 import io
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -105,19 +104,6 @@ def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, whe
 
 
 @pytest.mark.rounding
-def test_a_peer_that_does_not_run_is_named(monkeypatch):
-    def refuses(*_):
-        raise AssertionError("head_dim must be 64\nand more")
-
-    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
-    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa4": refuses, "sdpa": sdpa})
-    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
-    assert {row.impl for row in rows} == {"reference", "sdpa"}
-    reason = "does not run: AssertionError: head_dim must be 64"
-    assert all(row.peer_gates == {"fa4": reason} for row in rows)
-
-
-@pytest.mark.rounding
 def test_a_peer_without_backward_is_compared_with_in_forward(monkeypatch):
     sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
     monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa3": forward_alone, "sdpa": sdpa})
@@ -136,15 +122,6 @@ def test_a_peer_without_backward_is_compared_with_in_forward(monkeypatch):
     assert printed.getvalue().count("does not run") == 2
 
 
-@pytest.mark.rounding
-def test_a_value_of_another_width():
-    shape = Shape(24, 2, 2, 1, 64, True, value_dim=16)
-    for recipe in ("token", "mixed", "full"):
-        rows = bench.measure_shape(shape, [recipe], None, device="cpu", rounds=1)
-        assert {row.gate for row in rows} == {"ok"}
-        assert {(row.head_dim, row.value_dim) for row in rows} == {(24, 16)}
-
-
 def test_rounds_are_in_other_orders_the_same_in_every_call(monkeypatch):
     """Regression: `auto`, behind the same run in each round, took up to a tenth longer than what it hands over to."""
     monkeypatch.setattr(timer, "_stopwatch", lambda device: lambda run, n: (run(), (100.0, 1.0))[1])
@@ -159,29 +136,6 @@ def test_rounds_are_in_other_orders_the_same_in_every_call(monkeypatch):
     before_d = {one[one.index("d") - 1] for one in found[0] if one.index("d")}
     assert len(set(found[0])) > 2
     assert len(before_d) > 1
-
-
-def test_of_contenders_who_is_slow_runs_once(monkeypatch):
-    """But not for a host's hiccup in a small call."""
-    once = {"a": 2.0, "b": 7.0, "c": 5.0}
-    monkeypatch.setattr(timer, "_once", lambda run, device: once[run()])
-    monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
-    runs = {name: lambda name=name: name for name in once}
-    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
-    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0, always="b") == dict.fromkeys(runs, (1.0, 0.5))
-    once |= {"a": 0.02, "b": 0.9, "c": 0.03}
-    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == dict.fromkeys(runs, (1.0, 0.5))
-
-
-def test_value_has_a_width_of_its_own():
-    shape = Shape(192, 4, 2, 2, 32, True, value_dim=128)
-    assert str(shape) == "D192/128 H4/2 B2 N32 causal"
-    assert str(replace(shape, value_dim=None)) == "D192 H4/2 B2 N32 causal"
-    shapes = [tuple(x.shape) for x in shape.inputs("cpu", torch.bfloat16)]
-    assert shapes == [(2, 4, 32, 192), (2, 2, 32, 192), (2, 2, 32, 128), (2, 4, 32, 128)]
-    pairs = 2 * 4 * 32 * 33 // 2
-    assert shape.flops("fwd") == 2 * pairs * (192 + 128)
-    assert shape.flops("bwd") == 2 * pairs * (3 * 192 + 2 * 128)
 
 
 @pytest.mark.parametrize(

@@ -132,18 +132,6 @@ def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, way
         assert row.gate.startswith(f"wrong: {'dk' if 'dk' in factors else 'o'} 0.5") == (row.attention == "sdpa")
 
 
-def test_a_recipe_that_is_refused_under_a_mask_is_a_row_that_says_so(monkeypatch):
-    def refuses(*tensors, recipe, **options):
-        if recipe == "mixed":
-            raise NotImplementedError("no FP8 under a mask\nand more")
-        return sage_attention(*tensors, recipe=recipe, **options)
-
-    monkeypatch.setattr(mask_attentions, "sage_attention", refuses)
-    rows = bench.measure_case(case_of("window"), ["mixed", "packed mixed", "token"], "cpu", rounds=1)
-    gates = {row.attention: row.gate for row in rows}
-    assert gates == {"mixed": "does not run: NotImplementedError: no FP8 under a mask", "token": "ok"}
-
-
 def test_the_command(monkeypatch, capsys, tmp_path):
     run = runner(cli.main, monkeypatch, capsys)
     options = "--device", "cpu", "--impl", "reference", "--tokens", 128, "--head-dim", 16, "--rounds", 1

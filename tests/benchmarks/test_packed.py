@@ -1,7 +1,5 @@
 """Packed documents of the benchmark, on a CPU at small shapes: what is timed, counted, gated and written."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,8 +8,7 @@ from benchmarks import baselines, packed_skew
 from benchmarks.correctness import emulated, gate, wrong_tensors
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape, flops
-from sagebwd import Recipe, sage_attention_varlen
-from sagebwd.cli import results
+from sagebwd import Recipe
 from tests.scaled import scaled
 
 pytestmark = pytest.mark.rounding
@@ -78,28 +75,6 @@ def test_a_peer_that_is_wrong_in_one_sequence_is_wrong(sequence):
     assert "o" in wrong_tensors(SHAPE, wrong_in(sequence, sdpa, o=4.0), exact, inputs)
 
 
-def test_flex_attention_keeps_documents_apart():
-    q, k, v, _ = SHAPE.inputs("cpu", torch.float32)
-    (sdpa,) = baselines.available(SHAPE, "cpu").values()
-    torch.testing.assert_close(baselines._flex_documents(SHAPE, "cpu")(q, k, v), sdpa(q, k, v))
-
-
-def test_rows_of_packed_documents(tmp_path):
-    rows = bench.measure_shape(SHAPE, ["token", "mixed"], ["reference"], "cpu", rounds=1, deterministic=True)
-    assert {(row.impl, row.recipe) for row in rows} == {
-        ("reference", "token"), ("reference", "mixed"), ("reference", "mixed (deterministic)"), ("sdpa", "bf16"),
-    }  # fmt: skip
-    assert {(row.gate, row.peer, row.fa2_ms, row.cudnn_ms) for row in rows} == {("ok", "sdpa", None, None)}
-    for row in rows:
-        assert (row.batch, row.tokens, row.lengths, row.causal) == (1, 206, [37, 100, 5, 64], True)
-        assert row.tflops == pytest.approx(SHAPE.flops(row.direction) / row.ms * 1e-9)
-    path = results.save(rows, results.environment("cpu", commit="abc"), tmp_path, "packed")
-    assert path.name.startswith("packed_cpu_")
-    read = json.loads(path.read_text())["rows"]
-    assert [bench.Measurement(**row) for row in read] == rows
-    assert str([37, 100, 5, 64]) in bench.save_csv(rows, path).read_text()
-
-
 def test_auto_is_held_to_what_it_runs(monkeypatch):
     """On a CPU the reference runs packed calls, torch dense ones, both in full precision."""
     dense = Shape(16, 2, 2, 1, 40, True)
@@ -123,17 +98,3 @@ def test_peaks_of_skewed_documents_are_beside_flash_attention_4_s(monkeypatch):
     (row,) = packed_skew.measure(TOKEN, "reference", "cpu", ["one"])
     assert (row.peak_mib, row.fa4_peak_mib, row.over, row.gate) == (2.5, 2.0, 1.25, "ok")
     assert (row.tokens, row.documents, row.longest, row.bound) == (206, 4, 100, 100)
-
-
-def test_a_bound_is_what_kernels_are_told():
-    shape = Packed.of(16, 4, 2, (37, 5), bound=64)
-    assert (shape.longest, shape.tokens) == (64, 42)
-
-
-def test_a_wrong_kernel_has_no_figure(monkeypatch):
-    def wrong(q, k, v, *call, **settings):
-        return wrong_in(1, lambda q, k, v: sage_attention_varlen(q, k, v, *call, **settings), dk=1.3)(q, k, v)
-
-    monkeypatch.setattr(bench, "sage_attention_varlen", wrong)
-    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], "cpu", rounds=1)
-    assert {(row.gate, row.ms, row.speedup) for row in rows if row.recipe == "token"} == {("FAILED", None, None)}

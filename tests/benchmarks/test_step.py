@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import step as bench
-from benchmarks.step_attentions import FLASH_4, FUSED, OURS, SDPA, UNMASKED, Attentions, names_of
+from benchmarks.step_attentions import FLASH_4, FUSED, OURS, SDPA, Attentions, names_of
 from benchmarks.step_models import MODELS
 from sagebwd.integrations import transformers as integration
 from tests.commands import runner
@@ -53,18 +53,6 @@ def test_an_attention_that_is_wrong_is_marked_and_not_compared(monkeypatch):
     assert ours.gate.startswith("wrong: ")
     assert ours.ms > 0
     assert (ours.best, ours.over_best) == (SDPA, None)
-
-
-def test_a_loss_that_is_off_is_marked(monkeypatch):
-    monkeypatch.setattr(bench, "LOSS_OFF", -1.0)
-    (row,) = bench.measure(LLAMA, (SDPA,), "cpu", **ONE)
-    assert row.gate == f"wrong: loss {row.loss_value:.3f} where {row.loss_value:.3f}"
-
-
-def test_sdpa_without_a_mask_is_a_contender_where_models_are_compiled(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda x: x)
-    rows = bench.measure(bench.Case("llama-1b-128", 16, True), (SDPA, UNMASKED), "cpu", **ONE)
-    assert [(row.attention, row.gate) for row in rows] == [(SDPA, "ok"), (UNMASKED, "ok")]
 
 
 def test_what_compiles_as_it_is_timed_has_no_time(monkeypatch):

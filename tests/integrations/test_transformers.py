@@ -217,17 +217,6 @@ def test_generation_with_a_cache_says_that_it_decodes_with_sdpa():
     assert torch.equal(*outcomes)
 
 
-@pytest.mark.parametrize("side", ["right", "left", "none"])
-def test_heads_that_torch_alone_takes_run_on_torch(side):
-    """Gemma 4's global layers have 512 channels a head."""
-    ids, mask = padded_batch(side) if side != "none" else (tokens(2, 100), torch.ones(2, 100, dtype=torch.long))
-    expected, actual = (run(build("qwen3", choice, head_dim=264), ids, mask) for choice in ("sdpa", "auto"))
-    for a, e in zip(actual, expected):
-        assert relative_l2(a, e) < 1e-5
-    with pytest.raises(ValueError, match="head_dim 264 is not supported"):
-        run(build("qwen3", "token", head_dim=264), ids, mask)
-
-
 def test_settings_survive_saving_and_override_by_layer(tmp_path):
     model = build("qwen3", "paper")
     model.config.sagebwd = {"recipe": "paper", "layers": {"1": {"recipe": "full"}}}

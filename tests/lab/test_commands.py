@@ -46,20 +46,6 @@ variants:
     return path
 
 
-def test_tokenize_makes_the_files_that_a_run_takes(command, config, tmp_path, monkeypatch):
-    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "cache"))
-    code, out, _ = command("tokenize", "--config", config, "--set", "data.cache=null")
-    assert code == 0
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert str(folder) in out
-    made = (folder / "train.bin").stat()
-    tokens = made.st_size // 2
-    assert f"{tokens:,} training and" in out
-    assert command("pretrain", "--config", config, "--set", "data.cache=null", "--output", tmp_path / "run")[0] == 0
-    assert (folder / "train.bin").stat().st_mtime_ns == made.st_mtime_ns
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
 def test_compare_writes_its_report(command, config, tmp_path):
     code, out, _ = command("compare", "--config", config, "--output", tmp_path / "both")
     assert code == 0

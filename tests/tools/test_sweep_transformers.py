@@ -3,13 +3,10 @@
 import os
 
 import pytest
-import torch
-from transformers import Qwen2VLConfig
 
 from sagebwd.integrations import transformers as integration
 from tools.sweep import rows_of
 from tools.sweep_transformers import sweep_one
-from tools.tiny_models import candidates, use_tests
 
 pytest.importorskip("transformers")
 
@@ -44,21 +41,6 @@ def test_a_wrong_number_and_an_unclear_error_show(monkeypatch):
     for attention, status in ((wrong, "different"), (unclear, "crash")):
         monkeypatch.setattr(integration, "attention", attention)
         assert sweep_one("llama")[0] == status
-
-
-def test_a_checkout_without_tests_is_named(tmp_path):
-    def run(_):
-        use_tests(tmp_path)
-
-    assert "SystemExit: --tests" in rows_of(["llama"], run, jobs=1)["llama"][1]
-
-
-def test_a_part_is_handed_what_its_whole_hands_it():
-    """Qwen2-VL's text model, whose position_ids have three rows."""
-    tiny = [x for x in candidates("qwen2_vl_text") if not isinstance(x, Exception)][-1]
-    assert isinstance(tiny.config, type(Qwen2VLConfig().text_config))
-    assert torch.is_tensor(tiny.inputs["inputs_embeds"])
-    assert tiny.model("sdpa")(**tiny.inputs).last_hidden_state.isfinite().all()
 
 
 def case(name):

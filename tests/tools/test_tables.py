@@ -44,18 +44,6 @@ def test_steps_that_are_estimated_are_about_those_that_were_measured():
         assert found.gain("fa4") == pytest.approx(theirs_ms / ours_ms, abs=0.03)
 
 
-def test_a_star_needs_one_look_a_margin_before_and_holm():
-    for tests in (pretraining.FROM_SCRATCH, pretraining.TRAINED_ON):
-        p = pretraining.corrected(tests)
-        for test in tests:
-            pairs = {len(row.gaps) for row in pretraining.rows_of(test)}
-            assert pairs == {test.looks[-1]}, "a look that the table does not count"
-            alone = pretraining.p_at(test, test.looks[-1])
-            assert alone is None or p[test] >= min(1, alone * len(test.looks))
-            shown = test.beforehand and len(test.looks) == 1 and p.get(test, 1) < 0.05
-            assert pretraining.starred(test) == ("*" in pretraining.verdict(test).replace("**", "")) == shown
-
-
 def test_runs_of_wrong_kernels_are_counted_by_their_table_alone():
     assert pretraining.of_wrong_kernels().count("\n") == 1 + len(pretraining.FAULTS)
     counted = {commit for test in pretraining.FROM_SCRATCH for commit in pretraining.rows_of(test)[0].commits}

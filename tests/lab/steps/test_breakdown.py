@@ -1,12 +1,8 @@
 """Kernels by their names, and FlashAttention-4's operators with a stand-in for its package."""
 
 import sys
-import types
 
 import pytest
-import torch
-import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import breakdown
 from lab.steps import flash_attention_4
@@ -60,63 +56,6 @@ def test_kernels_of_this_project_are_told_by_their_folder():
 
 def test_what_sinks_add_is_a_pass():
     assert breakdown.part_of("weigh_kernel") == breakdown.part_of("gradient_kernel") == "passes"
-
-
-@pytest.fixture
-def flash_attention(monkeypatch):
-    """flash_attn.cute.interface with torch's attention; what it was called with."""
-    calls = []
-
-    def forward(q, k, v, *, softmax_scale, causal, return_lse):
-        assert return_lse
-        calls.append((tuple(q.shape), causal))
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(*rows, is_causal=causal, scale=softmax_scale, enable_gqa=True)
-        return (
-            o.transpose(1, 2).contiguous(),
-            q.new_zeros(q.shape[0], q.shape[2], q.shape[1]).float(),
-            None,
-            None,
-            None,
-        )
-
-    def backward(q, k, v, o, do, lse, scale, causal):  # by formula: an operator runs below autograd
-        group = q.shape[2] // k.shape[2]
-        q, do, k, v = (x.transpose(1, 2) for x in (q, do, *(x.repeat_interleave(group, 2) for x in (k, v))))
-        scores = q @ k.mT * scale
-        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1) if causal else torch.zeros_like(scores).bool()
-        p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        dp = do @ v.mT
-        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
-        dq, dk, dv = (x.transpose(1, 2) for x in (ds @ k, ds.mT @ q, p.mT @ do))
-        return dq.contiguous(), *(x.unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
-
-    interface = types.ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    flash_attention_4._interface.cache_clear()
-    yield calls
-    flash_attention_4._interface.cache_clear()
-
-
-def test_flash_attention_4_is_an_attention_that_compiles_whole(flash_attention):
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, use_cache=False,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM._from_config(config)
-    ids, gradients = torch.arange(16).reshape(2, 8), {}
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for name in ("sdpa", "fa4"):
-        model.zero_grad()
-        with Choice.parse(name, "cpu").applied(model):
-            compiled(input_ids=ids, labels=ids).loss.backward()
-        gradients[name] = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
-    torch.testing.assert_close(gradients["fa4"], gradients["sdpa"])
-    assert flash_attention == [((2, 8, 2, 16), True)]
 
 
 def test_without_flash_attention_4(monkeypatch):

@@ -6,18 +6,14 @@ from functools import partial, partialmethod
 import pytest
 import torch
 import torch._inductor.compile_fx
-from functorch.compile import nop
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager_decomp_partition
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import breakdown, plot
 from lab.steps import tables as tables
 from lab.steps import timing as bench
 from lab.steps.runner import Layer
-from lab.training.config import FULL_PRECISION, Config
-from lab.training.model import build
+from lab.training.config import Config
 from sagebwd.integrations import transformers as integration
 from sagebwd.planning.plan import Plan
 from tests.lab.training.runs import command, finish
@@ -68,28 +64,6 @@ def test_model_flops_are_those_counted_by_hand():
 
 
 @pytest.mark.rounding
-def test_without_a_mask_pairs_and_flops_are_all_of_them():
-    causal, whole = (measure("sdpa", "token", is_causal=is_causal) for is_causal in (True, False))
-    pairs = 32 * 32 - 32 * 33 // 2
-    assert whole[0].flops_per_step - causal[0].flops_per_step == 3 * 4 * 2 * 2 * 32 * pairs * 2
-    assert [row.gate for row in whole] == ["ok", "ok"]
-    assert 0.99 < whole[1].gradient_cosine < 1
-    model = build(TINY, 40)
-    model.config.is_causal = False
-    ids, losses = torch.arange(32)[None], {}
-    for name in ("sdpa", "token"):
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
-        with bench.Choice.parse(name, "cpu").applied(model), torch.no_grad():
-            losses[name] = model(input_ids=ids).logits
-    changed = ids.clone()
-    changed[0, -1] = 7
-    with bench.Choice.parse("token", "cpu").applied(model), torch.no_grad():
-        assert not torch.equal(model(input_ids=changed).logits[0, 0], losses["token"][0, 0])
-    assert (losses["token"] - losses["sdpa"]).norm() < 0.05 * losses["sdpa"].norm()
-
-
-@pytest.mark.rounding
 def test_a_wrong_attention_prints_no_figure(monkeypatch):
     monkeypatch.setattr(bench, "FLOOR", 0.999999)
     full, wrong = measure("sdpa", "paper")
@@ -114,66 +88,11 @@ def test_a_fused_choice_is_named_and_runs(monkeypatch, compiled):
     assert bool(seen) == (compiled == "no")
 
 
-def test_what_stands_behind_a_recipe_is_known():
-    chosen = bench.Choice.parse("token(dq=16bit)+fused", "cpu")
-    assert (chosen.name, chosen.fuse) == ("token(dq=16bit)+fused@reference", True)
-    with pytest.raises(ValueError, match="fuse"):
-        bench.Choice.parse("token+fuse", "cpu")
-
-
 def test_a_step_that_compiles_is_no_steps_time(monkeypatch):
     counts = iter((1, 2))
     monkeypatch.setattr(bench, "_compilations", lambda: next(counts))
     with pytest.raises(RuntimeError, match="raise warmup=1"):
         measure("sdpa")
-
-
-@pytest.mark.rounding
-def test_without_full_precision_nothing_is_checked_or_compared():
-    (row,) = measure("token")
-    assert row.gate == "not checked"
-    assert row.peer is row.speedup is row.gradient_cosine is None
-    assert row.step_ms > 0
-
-
-@pytest.mark.rounding
-def test_the_attention_that_is_asked_for_runs():
-    model = build(TINY, 40)
-    ids = torch.arange(32)[None]
-    losses = {}
-    for name in ("sdpa", "flash", "token", "paper"):
-        with bench.Choice.parse(name, "cpu").applied(model), torch.no_grad():
-            losses[name] = model(input_ids=ids, labels=ids).loss.item()
-    assert losses["sdpa"] == losses["flash"]
-    assert len(set(losses.values())) == 3
-
-
-def test_the_backend_that_is_asked_for_is_compiled(monkeypatch):
-    """And without a mask in full, which FlashAttention would refuse on a GPU."""
-    monkeypatch.setitem(FULL_PRECISION, "cudnn", "MATH")  # two backends that CPUs have
-    model = build(TINY, 40)
-    ids = torch.arange(32)[None]
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(2):
-        for name, runs in (("flash", True), ("cudnn", False)):
-            with bench.Choice.parse(name, "cpu").applied(model), profile(activities=[ProfilerActivity.CPU]) as seen:
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = compiled(input_ids=ids, labels=ids).loss
-                loss.backward()
-            names = {event.name for event in seen.events()}
-            assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in names) == runs
-            assert ("aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names) == runs
-    assert len(graphs) == 2  # one each: nothing is compiled again in the second round
-    calls = [node for graph in graphs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
-    assert len(calls) == 2 * TINY.model.layers
-    assert all(node.kwargs["is_causal"] is True and node.kwargs.get("attn_mask") is None for node in calls)
 
 
 def test_two_processes_count_the_tokens_of_both(tmp_path):
