@@ -94,6 +94,19 @@ def test_over_layers_and_windows(rows):
     assert worst == max(errors)
 
 
+def test_heads_by_the_weight_of_the_first_key(rows):
+    weights = (0.05, 0.1, 0.95, 1.0)
+    changed = [dataclasses.replace(row, first_weight=weights[row.head]) for row in rows]
+    found = summary.by_weight(changed, {(1, 1): 0.001})
+    heads = {most: [(row.layer, row.head) for row in found["token", most]] for most in summary.WEIGHTS[1:]}
+    assert heads == {
+        0.1: [(0, 0), (1, 0)] * 2,
+        0.3: [(0, 1)] * 2,
+        **{bound: [] for bound in (0.5, 0.7, 0.9)},
+        1.0: [(0, 2), (0, 3), (1, 2), (1, 3)] * 2,
+    }
+
+
 @pytest.mark.parametrize("name", ["rows.json", "rows.json.xz"])
 def test_a_file_is_read_again_and_printed(rows, tmp_path, capsys, name):
     text = json.dumps({"rows": [row.as_dict() for row in rows]}).encode()
@@ -106,3 +119,22 @@ def test_a_file_is_read_again_and_printed(rows, tmp_path, capsys, name):
     assert "1 head 1" in out
     with pytest.raises(SystemExit, match="python -m sagebwd"):
         summary.main([])
+
+
+def test_attribution_is_read_again(tmp_path):
+    rows = study.measure([random_call(tokens=64, heads=2)], ["token"], attribute=True)
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row.as_dict() for row in rows]}))
+    assert summary.read(tmp_path / "rows.json") == rows
+    # three layers, of which the first's and the last's errors are half and twice as large: the median is the second's
+    more = [
+        dataclasses.replace(
+            row, layer=layer, relative_l2={name: 2.0 ** (layer - 1) * x for name, x in row.relative_l2.items()}
+        )
+        for layer in range(3)
+        for row in rows
+    ]
+    (layer,) = layers.means(rows)
+    found = summary.shares(more)
+    assert found["token", "dv"]["dv"] == pytest.approx(layer.attribution["dv"]["dv"].share)
+    assert found["token", "dv"]["o"] == pytest.approx(0, abs=1e-4)
+    assert [source for _, source in found] == ["s", "o", "dv", "dq", "dk"]

@@ -151,6 +151,13 @@ def test_nested_tensors_run_on_the_original():
     assert sdpa.counts == {"replaced": 0, "kept": {"a nested tensor": 1}}
 
 
+def test_sparse_tensors_are_torchs_own_matter():
+    x = torch.randn(1, 2, 4, 8).to_sparse()
+    with replace_sdpa() as sdpa, pytest.raises(RuntimeError, match="Sparse"):
+        F.scaled_dot_product_attention(x, x, x)
+    assert sdpa.counts == {"replaced": 0, "kept": {"layout sparse_coo": 1}}
+
+
 BIASES = {
     "upper-left": (causal_upper_left, 9, 14),
     "lower-right": (causal_lower_right, 9, 14),
@@ -186,6 +193,14 @@ def test_recipes_that_the_implementation_lacks_run_on_the_original():
         assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
     (reason,) = sdpa.counts["kept"]
     assert reason in ("recipe is not in this implementation", "device cpu")
+
+
+def test_autocast_casts_as_it_does_for_the_original():
+    q, k, v = qkv()
+    with replace_sdpa(impl="reference") as sdpa, torch.autocast("cpu", torch.bfloat16):
+        out = F.scaled_dot_product_attention(q, k, v.bfloat16())
+    assert sdpa.counts == {"replaced": 1, "kept": {}}
+    assert torch.equal(out, in_int8(*(x.bfloat16() for x in (q, k, v))))
 
 
 def test_function_transforms_and_forward_mode_run_on_the_original():
@@ -293,6 +308,16 @@ def test_a_refusal_advises_what_was_not_done_yet(name):
     assert "make this call outside of replace_sdpa, or use replace_sdpa(unsupported='original')" in str(refused.value)
     assert "leave recipe" not in str(refused.value)
     assert "torch.nn.functional" not in str(refused.value)
+
+
+def test_short_calls_go_to_the_original_whatever_else_they_ask_for():
+    q = qkv()[0]
+    calls = [qkv(), qkv(head_dim=264), tuple(x[0] for x in qkv())]
+    with replace_sdpa(impl="reference", min_tokens=25, unsupported="raise") as sdpa:
+        for arguments in calls:
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert sdpa.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 4}}
 
 
 def test_a_dtype_is_refused_for_itself_and_not_for_its_padding():

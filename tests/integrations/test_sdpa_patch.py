@@ -286,3 +286,10 @@ def test_leaving_does_not_warn_of_what_is_not_counted():
     unwarned(inside)
     with pytest.raises(StopIteration):
         unwarned(iter(()).__next__)
+
+
+def test_leaving_does_not_warn_of_compiled_calls():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert unwarned(lambda: compiled(*qkv()), impl="reference").counts == {"replaced": 0, "kept": {}}
