@@ -181,6 +181,16 @@ DEVICE u32 pack(float a, float b, float c, float d) {
   return __byte_perm(__byte_perm(as_word(a), as_word(b), 0x0040), __byte_perm(as_word(c), as_word(d), 0x0040), 0x5410);
 }
 
+// Of the four lanes that share a row, the sum and the largest.
+DEVICE float over_row(float x) {
+  x += from_lane_xor(x, 1);
+  return x + from_lane_xor(x, 2);
+}
+DEVICE float largest_over_row(float x) {
+  x = max_nan(x, from_lane_xor(x, 1));
+  return max_nan(x, from_lane_xor(x, 2));
+}
+
 // ---- codes ----
 
 // x / scale as IEEE division rounds it; inverse is 1 / scale within two units in the last place.

@@ -67,16 +67,6 @@ DEVICE void share_weights(u32 at, const void* weight) {
 #endif
 }
 
-// Sums over the four threads of a row.
-DEVICE float over_row(float x) {
-  x += from_lane_xor(x, 1);
-  return x + from_lane_xor(x, 2);
-}
-DEVICE float largest_over_row(float x) {
-  x = max_nan(x, from_lane_xor(x, 1));
-  return max_nan(x, from_lane_xor(x, 2));
-}
-
 // y, 16 bit in words of two channels, from x: z = x r w; a = z_a cos_a - z_b sin_a, b = z_b cos_b + z_a sin_b.
 // Returns r, 1 / rms of the row.
 DEVICE float prepare_row(const Eight x[J], u32 weights, float eps, const Table& table, u32 y[J][4]) {
