@@ -17,7 +17,7 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import block_masks
 from sagebwd.auto import torch_attention
-from sagebwd.dispatch import is_hopper
+from sagebwd.dispatch import arch_of
 from sagebwd.masks.band import UNLIMITED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -85,7 +85,7 @@ def reason_of(error: Exception) -> str:
 
 def may_claim_best(timed: set[str], device: str) -> bool:
     """Whether the best baseline that was timed is the best there is: on Hopper, with FlashAttention-4 and -3."""
-    return timed >= _MODULES.keys() or not is_hopper(torch.device(device))
+    return timed >= _MODULES.keys() or arch_of(torch.device(device)) != 90
 
 
 def _flash_attentions() -> dict[str, ModuleType]:

@@ -25,6 +25,8 @@ from sagebwd.recipe import AUTO, Recipe
 from sagebwd.tracing import assume_constant
 from sagebwd.version import __version__
 
+# Compute capability of the cards of `model.of_this_project`.
+_TIMED = 90
 # Both directions of a call in full precision, by functions of torch's own.
 _ROWS = [
     Row(direction, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, as_it_is, "any")
@@ -48,7 +50,11 @@ def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned:
     planned: as of `contender_of`.
     """
     contender = contender_of(ask, size, card, planned)
-    return dispatch.choose(ask, card) if contender is None else handed_to(contender)
+    return _by_kernels(ask, card) if contender is None else handed_to(contender)
+
+
+def _by_kernels(ask: Ask, card: str | None) -> Choice:
+    return dispatch.choose(ask, None if card is None else _TIMED)
 
 
 def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: bool = True) -> str | None:
@@ -172,7 +178,7 @@ def times_of(ask: Ask, card: str | None = None) -> Times | None:
     known = known_of(ask.device) if card is None else model.of_this_project()[card]
     if not known:
         return None
-    choice = dispatch.choose(ask, card)
+    choice = _by_kernels(ask, card)
     direction = model.TRAINING if ask.training else model.FORWARD
     dims = ask.head_dim, ask.value_dim
     ran = str(choice.recipe), choice.name
