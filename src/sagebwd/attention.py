@@ -296,7 +296,8 @@ def run(
     if trains:
         masks = key_mask, cu_seqlens_q, cu_seqlens_k
         more = return_lse or return_max_logits
-        outputs = SageAttention.apply(plan, mask, more, q, k, v, sinks, *masks, *(prologue or ()))
+        before, of_prologue = (prologue[:2], prologue[2:]) if prologue else (None, ())
+        outputs = SageAttention.apply(plan, mask, more, before, q, k, v, sinks, *masks, *of_prologue)
         if not more:
             return outputs
         o, lse, workspace = outputs
