@@ -45,7 +45,7 @@ MOST_FIRST_KEYS = 128
 # Which keys a sampled mean is of (`Recipe.k_mean`).
 SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM = 32, 64, 128, 512
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | int, ...]] = {
     **dict.fromkeys(("s", "o", "dp"), (INT8, SIXTEEN_BIT)),
     **dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT, FP8)),
     "q_scale": ("token", "block"),
@@ -55,6 +55,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "ds_scale_dq": ("query", "tile"),
     "ds_scale_dk": ("key", "tile"),
     "k_mean": ("all", "sample"),
+    **dict.fromkeys(("block_q", "block_k"), BLOCK_SIZES),
+    "p_levels": P_LEVELS,
 }
 
 
@@ -131,10 +133,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ValueError(f"recipe: {name}={value!r} is not supported; accepted: {', '.join(accepted)}")
-        for name, accepted in (("block_q", BLOCK_SIZES), ("block_k", BLOCK_SIZES), ("p_levels", P_LEVELS)):
             value = getattr(self, name)
             if value not in accepted:
                 raise ValueError(

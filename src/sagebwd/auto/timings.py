@@ -66,10 +66,6 @@ def _checked(content: object) -> list[dict]:
     return rows
 
 
-# Of what is counted: no call has more, and products of three are floats.
-_MOST = 1 << 63
-
-
 def _is_count(x: object) -> bool:
     return type(x) is int and 0 < x <= _MOST
 

@@ -206,8 +206,7 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
     actual = emulate(tensors, recipe, exact.scale, exact.band, watch)
     errors = dict(watch.errors)
     for name in ("delta", *OUTPUTS):
-        errors[name] = Comparison()
-        errors[name].add(actual[name], exact.values[name])
+        errors[name] = Comparison.of(actual[name], exact.values[name])
     tokens_k = tensors[1].shape[2]
     pairs = math.prod(tensors[0].shape[:3]) * tokens_k
     rms = {name: errors[name].rms(pairs) for name in PAIRS}
