@@ -93,7 +93,7 @@ def is_wrong(name: str, ask: Ask, size: Size) -> bool:
     less than -88.7 (torch's issue 196678; torch 2.11, H100). That counts where the mask is of this package's making: a
     window's, and a causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN:
     FlashAttention-2 takes no mask, the memory-efficient no grouped heads. Where gradients have to repeat torch runs no
-    cuDNN. What all get wrong for some operands and scales is mended for all (`sagebwd.auto.operands`).
+    cuDNN.
     """
     if not ask.training or torch.are_deterministic_algorithms_enabled():
         return False

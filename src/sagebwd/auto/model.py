@@ -2,11 +2,8 @@
 
 A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches, passes over the
 rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a pair of widths, a kind
-of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
-
-Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
-the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
-`sagebwd.auto.timings` has those of a machine.
+of mask and a direction. ``model.json`` has those of this project's cards, which `python -m tools.fit_auto` fits to
+timings; `sagebwd.auto.timings` has those of a machine. Imports neither torch nor triton.
 """
 
 from __future__ import annotations

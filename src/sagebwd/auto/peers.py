@@ -1,8 +1,7 @@
 """FlashAttention-4 and FlashAttention-3 where they are installed: what they take, and their calls.
 
-A peer is imported when "auto" first asks whether it may run a call, and nothing of it before. Gradients are those of
-its own ``autograd.Function``. Signatures are those of flash-attn-4 4.0.0b36, and of FlashAttention's ``hopper`` and
-the ``tokenspeed-fa3`` 3.0.0 that is built from it.
+A peer is imported when "auto" first asks whether it may run a call. Signatures are those of flash-attn-4 4.0.0b36, and
+of FlashAttention's ``hopper`` and the ``tokenspeed-fa3`` 3.0.0 that is built from it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Timings of a machine, which `sagebwd doctor --measure` keeps in the cache folder: read, checked and fitted.
-
-Imports neither torch nor triton, as `sagebwd.auto.model`, whose costs of this project's cards count where a machine
-has none of its own.
-"""
+"""Timings of a machine, which `sagebwd doctor --measure` keeps in the cache folder: read, checked and fitted."""
 
 from __future__ import annotations
 

@@ -2,24 +2,16 @@
 
 Every head is emulated by itself from the tensors as they were captured, in their dtype, and compared with full
 precision in FP64 on the same tensors; the mean of O that an INT8 dP takes off V is then the head's own. What is of
-size queries x keys is compared a few blocks of queries at a time, as the emulator computes it, so that memory is
-linear in tokens. Where a query does not see a key P, dP and dS are zero, on both sides and in every root mean square,
-which is over all N x M pairs.
+size queries x keys is compared a few blocks of queries at a time. Where a query does not see a key P, dP and dS are
+zero, on both sides and in every root mean square, which is over all N x M pairs.
 
 Bound: row i of dS = P (dP - delta) has norm at most max_j |dP_ij - delta_i|, for the squares of P's row sum to at most
 1. Over N queries and M keys therefore RMS(dS) <= max |dP - delta| / sqrt(M), the maximum over visible pairs.
 
 Attribution (`attribute`): each product of a recipe alone in INT8, the others in 16 bit, and all but that one; groups,
 blocks and smoothing stay the recipe's. A source's share is ||its error alone||^2 / ||the recipe's error||^2; where
-sources are independent and small the shares add up to 1. A source is a product, so both of its operands, for a Recipe
-has no switch for one of them:
-
-- ``s``: Q and K together. It reaches every tensor, through P.
-- ``o``: P and V in O. Its share of dQ and dK is that of delta = sum(dO O), which is all they see of O.
-- ``dv``: P and dO in dV.
-- ``dq``: dS and K in dQ, K's codes being those of S.
-- ``dk``: dS and Q in dK, Q's codes being those of S.
-- ``dp``: dO and V in dP, for a recipe that quantises it.
+sources are independent and small the shares add up to 1. ``s`` reaches every tensor, through P; the share of ``o`` in
+dQ and dK is that of delta = sum(dO O), which is all they see of O.
 
 Source: arXiv 2603.02170, Table 2, figures 5 and 6 and appendix B (with M = N).
 """
