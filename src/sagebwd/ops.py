@@ -1,13 +1,10 @@
 """The torch.library operators: schema, shapes under tracing, autograd.
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
-chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast
-is off inside: the reference's own products must not be rounded. What forward leaves beside O and lse lies in one
-tensor of bytes, the workspace of the call's plan (`sagebwd.planning.workspace`). mask, mask_tiles and mask_blocks are
-elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k
-themselves are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
-(`sagebwd.sinks`). The last arguments are fields of `sagebwd.call.Prologue`, of which a call without one has none: q
-and k are then what comes before it, and kept where it has a norm.
+chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast is off
+inside. What forward leaves beside O and lse lies in one tensor of bytes, the workspace of the call's plan. mask,
+mask_tiles and mask_blocks are elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which
+keys any query sees. The last arguments are fields of `sagebwd.call.Prologue`, of which a call without one has none.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.

@@ -174,12 +174,11 @@ class Recipe:
         for name, named in RECIPES.items():
             if named is self:
                 return name
-        best, fewest = "", list(_FIELDS)
-        for name, named in RECIPES.items():
-            differences = _differences(named, self)
-            if len(differences) < len(fewest):
-                best, fewest = name, differences
-        changes = ", ".join([f"{field}={getattr(self, field)}" for field in fewest])
+        differences = {
+            name: [x for x in _FIELDS if getattr(named, x) != getattr(self, x)] for name, named in RECIPES.items()
+        }
+        best = min(differences, key=lambda name: len(differences[name]))
+        changes = ", ".join([f"{field}={getattr(self, field)}" for field in differences[best]])
         return f"{best}({changes})" if changes else best
 
 
@@ -196,10 +195,6 @@ def _check_fields(names: Iterable[str]) -> None:
             )
         if name not in _FIELDS:
             raise ValueError(f"recipe: there is no field {name!r}; fields: {', '.join(_FIELDS)}")
-
-
-def _differences(a: Recipe, b: Recipe) -> list[str]:
-    return [name for name in _FIELDS if getattr(a, name) != getattr(b, name)]
 
 
 def _parse_fields(text: str, arguments: str) -> dict[str, object]:

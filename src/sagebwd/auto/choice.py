@@ -41,9 +41,8 @@ def handed_to(contender: str) -> Choice:
 
 
 def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned: bool = True) -> Choice:
-    """Who runs a call, and by which recipe.
-
-    "auto" is `handed_to` whom `contender_of` names; all else is as `sagebwd.dispatch.choose` says, and raises as that.
+    """Who runs a call, and by which recipe: `handed_to` whom `contender_of` names, else as `sagebwd.dispatch.choose`
+    says.
 
     size: None where nobody else computes the same, or where kernels alone are asked for. card: one of
     `sagebwd.auto.model.of_this_project` with all of the extras, whose answer is wanted; None for the device itself.

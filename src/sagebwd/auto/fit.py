@@ -1,11 +1,7 @@
 """Costs of calls, fitted from timings: least squares of relative errors, in which no coefficient is negative.
 
-A call that its host decides says that the GPU took no longer: where a fit says more, that is an error too.
-
-A row has the kind, head_dim, value_dim, direction, recipe, impl, batch, heads, kv_heads (heads where it is missing),
-tokens, kv_tokens (tokens), width (keys in a window; one more than a quarter of the tokens), ms and host_ms of low
-precision, torch_ms and torch_host_ms of what torch ``picked``, and ``others``: (ms, the host's ms) of more contenders
-in full precision by name, or ms alone; times of what does not run are None.
+A call that its host decides says that the GPU took no longer: where a fit says more, that is an error too. Rows are
+those of `sagebwd.cli.measure.Timing`; older files lack some columns.
 """
 
 from __future__ import annotations

@@ -60,9 +60,8 @@ class Size(NamedTuple):
     def work(self, contender: str, kind: str, training: bool) -> Work:
         """The work of a contender (`sagebwd.auto.contenders`) under a kind of mask, of forward or with backward.
 
-        A tile that a mask or an end cuts is multiplied whole: pairs are those of tiles of `TILE` queries and keys.
-        Multiprocessors without a tile wait for the others (`_in_waves`). Torch gets a window as a mask of elements,
-        and multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
+        A tile that a mask or an end cuts is multiplied whole. Torch gets a window as a mask of elements, and
+        multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
         masks of elements all pairs count.
         """
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads

@@ -2,8 +2,8 @@
 
 On a GPU torch's cuDNN gives NaN or numbers of 1e17 where q, k or v has rows that begin at no multiple of 16 bytes, and
 its FlashAttention-2 raises (torch 2.11, H200); a peer may refuse them. So they are copied, and so is dO on its way
-back. Gradients by cuDNN were wrong where dO had other strides than in the first call of its kind (torch 2.11, H200),
-as if its plan were kept for the strides of q, k and v alone. So dO gets O's, but in a trace, whose strides stay.
+back, which gets O's strides but in a trace: gradients by cuDNN were wrong where dO had other strides than in the first
+call of its kind, as if its plan were kept for the strides of q, k and v alone.
 
 Kernels that take the maximum of scores before they scale them overflow under a scale below 0, and under a mask 0 times
 -inf is NaN, on a CPU too. So Q takes the sign: -Q and a scale of 1 are Q and a scale of -1, bit for bit.

@@ -2,8 +2,7 @@
 
 Torch's function is called itself, so that its autograd and autocast are its own. It has no windows, and its causal
 mask is not the same on all backends where lengths differ. There it gets fewer keys, or a mask of elements. A backend
-that the model prefers comes first in torch's order: where it does not take the call, or is switched off, torch runs
-the next one.
+that the model prefers comes first in torch's order: where it does not take the call torch runs the next one.
 """
 
 from __future__ import annotations
@@ -124,9 +123,8 @@ class BandBias(NamedTuple):
     """A band as the bias that torch adds to the scores, 0 or -inf, and how it lies in memory, in elements.
 
     Equal rows of ``stride + 1`` elements are read as rows of ``stride``: each begins one element earlier in what
-    repeats, so the band moves on by one key from query to query. That takes two launches. A boolean mask takes three,
-    and torch two more to make a bias of it. ``first`` and ``stride`` are multiples of `_ALIGNED`, as torch's kernels
-    read a bias without a copy.
+    repeats, so the band moves on by one key from query to query. That takes two launches, a boolean mask five.
+    ``first`` and ``stride`` are multiples of `_ALIGNED`, as torch's kernels read a bias without a copy.
 
     shape: (tokens, kv_tokens). first: where query 0 and key 0 meet. seen: where the elements of a row begin that are
     0, and how many there are.

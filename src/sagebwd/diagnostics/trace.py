@@ -64,12 +64,11 @@ class Row:
     """A recipe on one head of one window of text, or, with head None, on a layer (`sagebwd.diagnostics.layers`).
 
     cosine and relative_l2 by tensor of `TENSORS`. Of full precision: norm, by tensor of `TENSORS`; rms by tensor of
-    `PAIRS`, ds_bound, at least rms["ds"], largest_logit, the largest |scale q . k|, and ds_peak_to_rms,
-    max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the norm of its
-    value over the root mean square of all values' norms; sink and sink_weight, the key with the largest mean weight;
-    saturated, the share of queries whose largest P is at least `SATURATED`.
-    attribution by source and tensor of `OUTPUTS`, empty unless asked for.
-    With grouped heads dK and dV are one query head's part of the sum over its group.
+    `PAIRS`, ds_bound, at least rms["ds"], largest_logit, the largest |scale q . k|, and ds_peak_to_rms, max |dS| /
+    RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the norm of its value over the
+    root mean square of all; sink and sink_weight, the key with the largest mean weight; saturated, the share of
+    queries whose largest P is at least `SATURATED`. attribution by source and tensor of `OUTPUTS`, empty unless asked
+    for. With grouped heads dK and dV are one query head's part of the sum over its group.
     """
 
     recipe: str

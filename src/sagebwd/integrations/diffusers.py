@@ -1,15 +1,9 @@
-"""The attention backend "sagebwd" for Hugging Face Diffusers.
-
-    from sagebwd.integrations.diffusers import register
-    register()
-    model.set_attention_backend("sagebwd")   # or: with attention_backend("sagebwd"): ...
+"""The attention backend "sagebwd" for Hugging Face Diffusers (docs/integrations/diffusers.md).
 
 Diffusers has no public way to add a backend: its names are a closed Enum, and its registry is private. `register`
-adds a member to the one and a function to the other, and refuses where they do not look as in the versions tested.
-
-Diffusers hands a backend (batch, tokens, heads, head_dim) tensors and wants the same back. It drops without a word
-what the function does not name, so every argument that any of its backends knows is named here, and refused where it
-is not supported.
+adds a member to the one and a function to the other, and refuses where they do not look as in the versions tested. It
+drops without a word what the function does not name, so every argument that any of its backends knows is named here,
+and refused where it is not supported.
 """
 
 from __future__ import annotations

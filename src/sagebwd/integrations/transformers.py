@@ -1,4 +1,4 @@
-"""`attn_implementation="sagebwd"` for Hugging Face Transformers.
+"""`attn_implementation="sagebwd"` for Hugging Face Transformers (docs/integrations/transformers.md).
 
     from sagebwd.integrations.transformers import register
     register()
@@ -9,15 +9,8 @@ head_dim) back. Two of its habits are silent traps, handled here: without a mask
 name it drops padding and packing, and under BF16 autocast rotary embedding and norms leave q and k in FP32 beside a
 BF16 v.
 
-Settings live in the model's config and so survive saving: ``config.sagebwd = {"recipe": "token", "impl": None,
-"layers": {"0": {"recipe": "full"}}, "fuse": False}``, every key optional; ``layers`` overrides by layer index, and
-``fuse`` has norm and rotary embedding of queries and keys run with attention (`transformers_fusion`).
-
 What is visible is read from the model's own mask function (`transformers_masks`); what is no band of distances within
-documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding. Calls that
-continue a KV cache go to torch's scaled_dot_product_attention: a warning says so once.
-
-`add_qk_norm` gives a model that is to be pre-trained the norm of queries and keys that INT8 attention wants.
+documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding.
 """
 
 from __future__ import annotations

@@ -29,10 +29,13 @@ def read_block_mask(block_mask: BlockMask) -> Mask:
     """What a BlockMask of ``torch.nn.attention.flex_attention`` shows, for ``sage_attention(..., block_mask=)``.
 
     `sage_attention` reads a BlockMask itself, in every call: read it here once for all layers and steps that share it.
-    Reading waits for the device. Only tiles of 128 x 128 that it shows in part are stored, a byte an element. What the
-    BlockMask and its mask_mod show later is not seen. A CUDA graph needs the result as long as it is replayed.
+    Reading waits for the device. What the BlockMask and its mask_mod show later is not seen. A CUDA graph needs the
+    result as long as it is replayed.
 
-    The result can be sliced along the batch, moved by ``to``, copied and pickled.
+    Args: block_mask, of blocks of any size, batch or 1 and heads or 1.
+
+    Returns: an object that can be sliced along the batch, moved by ``to``, copied and pickled. It shows the same, and
+    stores tiles of 128 x 128 that are shown in part, a byte an element.
 
     Raises TypeError for anything else, ValueError for lists of fewer rows than there are blocks of queries.
     """
@@ -54,12 +57,10 @@ def _check_rows(block_mask: BlockMask) -> None:
 def read_mask(attn_mask: Tensor) -> Mask:
     """A mask of elements, for ``sage_attention(..., block_mask=)``: read once for all calls that share it.
 
-    `sage_attention` reads an attn_mask in every call. The result holds a copy: what is written to attn_mask later is
-    not seen. A CUDA graph needs the result as long as it is replayed.
+    Args: attn_mask, (batch or 1, heads or 1, tokens, kv_tokens), or the last two or three of these: boolean, True
+    where a query sees a key, or floating point, added to the scaled scores.
 
-    Args:
-        attn_mask: (batch or 1, heads or 1, tokens, kv_tokens), or the last two or three of these: boolean, True where
-            a query sees a key, or floating point, added to the scaled scores.
+    Returns: an object as of `read_block_mask`, with a copy: what is written to attn_mask later is not seen.
 
     Raises TypeError and ValueError for anything else.
     """
