@@ -18,7 +18,7 @@ from benchmarks.shapes import Shape
 from sagebwd import block_masks
 from sagebwd.auto import torch_attention
 from sagebwd.dispatch import arch_of
-from sagebwd.masks.band import UNLIMITED
+from sagebwd.masks.kinds import PACKED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -117,9 +117,8 @@ def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
     }  # fmt: skip
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        unlimited = UNLIMITED, UNLIMITED
-        call = q, k, v, (offsets, offsets), (longest, longest)
-        return torch_attention.packed(*call, shape.is_causal, unlimited, scale)
+        way = torch_attention.Way(PACKED, is_causal=shape.is_causal, longest=(longest, longest))
+        return torch_attention.run(way, scale, q, k, v, None, offsets, offsets)
 
     def theirs(module: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = module.flash_attn_varlen_func(q, k, v, **sequences, causal=shape.is_causal)

@@ -231,8 +231,7 @@ def _planned(
     """
     if kind is spec is None:
         return None
-    q, k, v, elements = checked.query, checked.key, checked.value, checked.elements
-    choice, packed = checked.choice(), checked.offsets[0] is not None
+    q, k, v, elements, choice = checked.query, checked.key, checked.value, checked.elements, checked.choice()
     contender = choice.contender
     key = spec if contender is None or kind is None else kind
     if key is None:
@@ -244,14 +243,11 @@ def _planned(
         call = checked.call(choice.recipe)
         plan = Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)
     else:
-        # torch may run what a peer refuses if it has the mask, and its pick gets gradients right
-        is_torchs = checked.size.by_torch and not auto_choice.is_wrong(CUDNN, checked.ask, checked.size)
-        instead = _by_kernels(checked) if contender in PEERS and not is_torchs else None
-        if packed:
-            band = checked.is_causal, checked.window, checked.scale
-            run = torch_attention.settled_packed(contender, q, v, checked.lengths, *band, instead)
-        else:
-            run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
+        instead, size = None, checked.size
+        # torch runs what a peer refuses if it has the mask, and its pick gets gradients right
+        if contender in PEERS and (not size.by_torch or auto_choice.is_wrong(CUDNN, checked.ask, size)):
+            instead = _by_kernels(checked)
+        run = torch_attention.settled(contender, checked.way, q, k, v, elements, checked.scale, instead)
         tensors = q, k, v, elements, *checked.offsets
         of_inference = torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in tensors)
         plan = SdpaCall(contender, run, saves_copies=of_inference)
@@ -326,12 +322,8 @@ def _by_operators(
         choice = auto_choice.choose(ask, checked.size, None, False)
         contender, chosen = choice.contender, (str(choice.recipe), choice.name)
         counts[answer(*chosen) if contender is None else handed_over(contender)] += 1
-    packed = checked.offsets[0] is not None
-    if contender is not None and packed:
-        band = checked.is_causal, checked.window, checked.scale
-        return torch_attention.packed(q, k, v, checked.offsets, checked.lengths, *band)
     if contender is not None:
-        return torch_attention.dense(checked.way, q, k, v, checked.elements, checked.scale)
+        return torch_attention.run(checked.way, checked.scale, q, k, v, checked.elements, *checked.offsets)
     o, lse, workspace = by_operator(checked, chosen, attn_mask, mask, sinks)
     if not (return_lse or checked.max_logits):
         return o

@@ -130,11 +130,11 @@ def dense(
 def packed(
     peer: str, longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float
 ) -> Callable[..., Tensor]:
-    """Attention of packed sequences, tensors and offsets as of `sagebwd.sage_attention_varlen`."""
+    """Attention of packed sequences, of q, k, v, None and offsets, as of `sagebwd.sage_attention_varlen`."""
     function = module_of(peer).flash_attn_varlen_func
     options = _options(peer, is_causal, window, scale) | {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, _: None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
         out = function(query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
         return _once_differentiable(out, query, key, value)
 
