@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from enum import Enum
+from operator import attrgetter
 from types import ModuleType
 
 from torch import Tensor
@@ -30,7 +31,8 @@ with extra("diffusers"):
 NAME = "sagebwd"
 TESTED = ("0.42.0", "0.42.1")
 _MODULE = "diffusers.models.attention_dispatch"
-_REGISTRY_NAMES = ("register", "set_active_backend")
+_REGISTRY = "_AttentionBackendRegistry"
+_NAMES = _REGISTRY, f"{_REGISTRY}.register", f"{_REGISTRY}.set_active_backend", "AttentionBackendName"
 
 
 def register(recipe: str | Recipe = AUTO, impl: str | None = None) -> None:
@@ -72,15 +74,14 @@ def _import_dispatch(from_environment: bool) -> ModuleType:
         raise _unknown_diffusers(_MODULE) from error
     finally:
         constants.DIFFUSERS_ATTN_BACKEND = known
-    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
-    if registry is None:
-        raise _unknown_diffusers("_AttentionBackendRegistry")
-    for name in _REGISTRY_NAMES:
-        if not hasattr(registry, name):
-            raise _unknown_diffusers(f"_AttentionBackendRegistry.{name}")
-    if "backend" not in inspect.signature(registry.register).parameters:
+    for name in _NAMES:
+        try:
+            attrgetter(name)(dispatch)
+        except AttributeError:
+            raise _unknown_diffusers(name) from None
+    if "backend" not in inspect.signature(dispatch._AttentionBackendRegistry.register).parameters:
         raise _unknown_diffusers("the argument backend of _AttentionBackendRegistry.register")
-    names = getattr(dispatch, "AttentionBackendName", None)
+    names = dispatch.AttentionBackendName
     if not (isinstance(names, type) and issubclass(names, Enum) and issubclass(names, str)):
         raise _unknown_diffusers("AttentionBackendName, an Enum of strings")
     return dispatch

@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from sagebwd import checks
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.dispatch import check_known
 from sagebwd.integrations import flash_attn_padding as padding
@@ -267,8 +268,7 @@ def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
 
 def _check(dims: int, **tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        checks.tensor(name, x)
         if x.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions, heads the last but one, got shape {tuple(x.shape)}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sagebwd import checks
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.integrations.words import in_words_of
 from sagebwd.recipe import AUTO, Recipe
@@ -125,7 +126,6 @@ def _smoothed(recipe: str | Recipe, smooth_k: bool | None) -> Recipe | str:
 
 def _check_4d(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        checks.tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {tuple(tensor.shape)}")

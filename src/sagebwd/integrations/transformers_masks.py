@@ -32,6 +32,11 @@ with extra("transformers"):
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
 
 
+def refuse(what: str, instead: str = USE_INSTEAD) -> NoReturn:
+    """Raise NotImplementedError; instead: the way out."""
+    raise NotImplementedError(f"{what} is not supported by attn_implementation='sagebwd'; {instead}")
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read: not in a trace, nor on the meta device."""
     return not is_tracing(tensor) and tensor.device.type != "meta"

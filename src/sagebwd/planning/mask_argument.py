@@ -175,8 +175,7 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
             f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {tuple(shape)}; accepted: {_SHAPES}, or its "
             f"last two or three dimensions{_with_dimensions(mask, shape)}"
         )
-    if mask.device != device:
-        raise ValueError(f"attn_mask: device {mask.device} differs from key's {device}")
+    checks.same_device("attn_mask", mask, device, "key's")
     return _once_where_expanded(mask[(None,) * (4 - mask.dim())])
 
 
@@ -227,17 +226,13 @@ def check(block_mask: object, query: Tensor, key: Tensor) -> None:
     if tokens != tuple(shape[2:]):
         raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
     _check_rows(block_mask)
-    sizes, device = block_mask.kv_num_blocks.shape, block_mask.kv_num_blocks.device
+    sizes = block_mask.kv_num_blocks.shape
     if not _broadcast(sizes[:2], shape[:2]):
         raise ValueError(
             f"block_mask: made for batch {sizes[0]} and {sizes[1]} heads, called with batch {shape[0]} and "
             f"{shape[1]} heads; either may be 1"
         )
-    if device != key.device:
-        raise ValueError(
-            f"block_mask: device {device} differs from key's {key.device}; move it by "
-            f"block_mask.to({str(key.device)!r})"
-        )
+    _check_device(block_mask.kv_num_blocks, key.device)
 
 
 def read_now(block_mask: BlockMask) -> Mask:
@@ -281,10 +276,12 @@ def _check_fits(mask: Mask, shape: tuple[int, ...], device: torch.device) -> Non
             f"{mask.keys.shape[0]}; cut all of them alike, as block_mask[begin:end] does"
         )
     for x in mask.tensors:
-        if x is not None and x.device != device:
-            raise ValueError(
-                f"block_mask: device {x.device} differs from key's {device}; move it by block_mask.to({str(device)!r})"
-            )
+        if x is not None:
+            _check_device(x, device)
+
+
+def _check_device(x: Tensor, device: torch.device) -> None:
+    checks.same_device("block_mask", x, device, "key's", f"; move it by block_mask.to({str(device)!r})")
 
 
 def _broadcast(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:
