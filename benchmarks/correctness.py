@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import Attention
+from benchmarks.conformance import violation
 from benchmarks.shapes import Shape
 from sagebwd import sinks as epilogue
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import Recipe
-from sagebwd.reference.conformance import violation
 from sagebwd.reference.emulator import Emulator
 from sagebwd.reference.metrics import relative_l2
 
@@ -35,7 +35,7 @@ def gate(
 ) -> str:  # fmt: skip
     """Whether the call is the recipe: "ok" or "FAILED".
 
-    By `sagebwd.reference.conformance`, with the emulator in the inputs' dtype for the kernel's precision. Each of the
+    By `benchmarks.conformance`, with the emulator in the inputs' dtype for the kernel's precision. Each of the
     shape's sequences is held to it by itself: in one tensor of all, one that is wrong in a short one would not show.
 
     mask, band, sinks: as of `emulated`. tokens: a sequence of packed ones, which alone is looked at.

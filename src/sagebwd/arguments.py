@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
     """A call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
     elements: of attn_mask in four dimensions. offsets: of packed sequences. lengths: tokens of the longest sequence,
-    queries and keys. way: how torch takes a dense call; size: its size, where others may run it. max_logits: whether
+    queries and keys. way: how torch takes it; size: its size, where others may run it. max_logits: whether
     the heads' largest logits are wanted.
     """
 
@@ -144,6 +144,7 @@ def packed_arguments_of(
     checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
+    way = Way(PACKED, is_causal=is_causal, longest=lengths, window=window)
     more = return_lse or return_max_logits or sinks is not None
     if (query.is_cuda or card is not None) and _may_hand_over(ask, query, key, more):
         grouped = False
@@ -154,7 +155,7 @@ def packed_arguments_of(
         means = [-(-x.shape[0] // count) for x in (query, key)]  # at least 1, where most sequences have no token
         longest = lengths[1] if is_known(lengths[1] >= means[1]) else 0
         size = Size(*means, *heads, by_torch=by_torch, longest=longest)
-    settings = lengths, is_causal, scale, window, ask, size, None, return_max_logits
+    settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
     return Arguments(query, key, value, None, offsets, *settings)
 
 
