@@ -38,6 +38,7 @@ from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.environment import write_whole
 from sagebwd.explain import explain, explain_varlen
 from sagebwd.masks import kinds
+from sagebwd.masks.band import UNLIMITED
 from sagebwd.recipe import AUTO, FP8, Recipe
 from sagebwd.switches import switches
 
@@ -52,7 +53,7 @@ Key = tuple[str, str]
 """An implementation and a recipe, or a baseline and `BASELINE`."""
 
 
-CALL = "head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal"
+CALL = "head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal", "window"
 """Fields of a row that say which call it is of."""
 
 
@@ -81,7 +82,7 @@ class Measurement:
     tokens: int
     lengths: list[int] | None
     causal: bool
-    window: None
+    window: int | None
     direction: str
     scope: str
     ms: float | None
@@ -103,7 +104,7 @@ def call_of(shape: Shape) -> tuple:
     """`CALL` of a shape's rows."""
     lengths = list(shape.lengths) if isinstance(shape, Packed) else None
     widths, heads = (shape.head_dim, shape.value_dim), (shape.heads, shape.kv_heads)
-    return *widths, *heads, shape.batch, shape.tokens, lengths, shape.is_causal
+    return *widths, *heads, shape.batch, shape.tokens, lengths, shape.is_causal, shape.window
 
 
 def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None, int | None]:
@@ -250,6 +251,8 @@ def attention_of(
         ends, longest = shape.offsets(device), shape.longest
         function = packed or sage_attention_varlen
         return lambda q, k, v: function(q, k, v, ends, ends, longest, longest, **settings)
+    if shape.window is not None:
+        settings["window"] = shape.window, UNLIMITED
     function = dense or sage_attention
     return lambda q, k, v: function(q, k, v, enable_gqa=shape.heads != shape.kv_heads, **settings)
 
@@ -258,7 +261,10 @@ def _ours(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str,
     inputs: tuple[Tensor, ...],
 ) -> list[Ours]:  # fmt: skip
-    """Each recipe in each implementation that runs it. Raises NotImplementedError where none does."""
+    """Each recipe in each implementation that runs it; of a wide shape, of those recipes that any does.
+
+    Raises NotImplementedError where none does.
+    """
     kind = kinds.PACKED if isinstance(shape, Packed) else kinds.FULL
     found = []
     for recipe in map(Recipe.parse_or_auto, recipes):
@@ -275,6 +281,8 @@ def _ours(
                 choices.append(dispatch.choose(ask._replace(impl=impl)))
             except NotImplementedError as error:
                 refused = error
+        if not choices and shape.is_wide:
+            continue
         if not choices:
             raise refused
         for choice in choices:
@@ -353,7 +361,7 @@ def _row(
     found = gates[key][direction]
     peak, kept = used[key]
     return Measurement(
-        impl, recipe, *call_of(shape), None, direction, "end_to_end", ms, host_ms,
+        impl, recipe, *call_of(shape), direction, "end_to_end", ms, host_ms,
         None if ms is None else shape.flops(direction) / ms * 1e-9, best, right.get(best),
         None if best is None or found != "ok" else right[best] / ms, right.get("fa2"), right.get("cudnn"), found,
         refused | {name: found for name, found in peers.items() if found != "ok"}, peak, kept,
