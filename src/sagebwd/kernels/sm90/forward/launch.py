@@ -16,7 +16,7 @@ from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
-from sagebwd.kernels.sm90.longest_first import heads_at_once
+from sagebwd.kernels.sm90.longest_first import heads_at_once, last_heads
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
@@ -99,6 +99,9 @@ def launch_forward(
     heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
     tile = widths.width(call.head_dim, call.value_dim).forward_of(call.lists is not None)
     programs, blocks_q = num_sms(call.device), queries.blocks(tile.queries)
+    order = blocks_q, queries.heads_in_all, programs
+    # without lists a head of more tiles fills the programs, and more heads' keys and values do not fit L2
+    at_once = heads_at_once(*order) if 2 * blocks_q <= programs else 1
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
@@ -127,8 +130,7 @@ def launch_forward(
         tiles_taken=quantized.tiles_taken,
         programs=programs,
         blocks_q=blocks_q,
-        # a head of more tiles fills the programs, and more heads' keys and values do not fit L2
-        heads_at_once=heads_at_once(blocks_q, queries.heads_in_all, programs) if 2 * blocks_q <= programs else 1,
+        heads_at_once=at_once if call.lists is None else last_heads(*order),
         lower=band["lower"] if band["HAS_LOWER"] else 0,
         upper=band["upper"] if band["HAS_UPPER"] else 0,
         scale=abs(call.scale),
