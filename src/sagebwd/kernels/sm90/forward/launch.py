@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.masks.sm90_block_lists import of_queries
 from sagebwd.kernels.runtime.alignment import contiguous, fits_tma
 from sagebwd.kernels.runtime.device import num_sms
@@ -17,6 +16,7 @@ from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
 from sagebwd.kernels.sm90.longest_first import heads_at_once, last_heads
+from sagebwd.kernels.sm90.operands.masked_values import launch_masked_values
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
@@ -53,11 +53,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     quantized = launch_quantize_k(
         k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
     )
-    if call.key_mask is not None:  # a masked key's V may be anything, NaN too
-        v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
+    # a masked key's V may be anything, NaN too
+    masked_v = None if call.key_mask is None else launch_masked_values(v, call.keys, call.key_mask)
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
     q = q if fits_tma(q) else contiguous(q)
-    written = launch_forward(call, q, quantized, v, o)
+    written = launch_forward(call, q, quantized, v, o, masked_v)
     return Saved(
         o, written.lse, written.q_int8, written.q_scale, quantized.k_int8, quantized.k_scale, written.row_max,
         quantized.k_mean,
@@ -82,13 +82,13 @@ def _fit(v: Tensor) -> Tensor:
 
 
 def launch_forward(
-    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor,
+    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor, masked_v: Tensor | None = None,
     codes: tuple[Tensor, Tensor] | None = None,
 ) -> Written:  # fmt: skip
     """Write o, and what is given back.
 
-    codes: Q's and their scales, in place of q, which is None then.
-    q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
+    codes: Q's and their scales, in place of q, which is None then. masked_v: of `launch_masked_values`.
+    q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes.
     They have ``call.columns`` channels, Q's codes as those of K the call's head_dim.
     """
     queries, device, band = call.queries, v.device, call.band
@@ -114,6 +114,7 @@ def launch_forward(
         q_int8=written.q_int8,
         k=quantized.k_int8,
         v=v,
+        masked_v=masked_v,
         o=o,
         lse=written.lse,
         row_max=written.row_max,
