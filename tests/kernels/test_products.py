@@ -22,8 +22,8 @@ FOLDERS = ("kernels",)
 SIZES = {
     "all_heads", "apart", "at", "batch", "batch_head", "blocks", "blocks_k", "blocks_q", "chunk", "chunks", "grid",
     "grid_q", "group", "heads", "heads_at_once", "heads_in_all", "heads_k", "last_heads", "of_head", "owner", "parts",
-    "pitch", "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q", "total",
-    "total_k", "total_q",
+    "pitch", "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q",
+    "total", "total_k", "total_q",
 }  # fmt: skip
 # Of 64 bits wherever they are made: a head among per-token values (`whose`, `heads_of`), and what follows from it.
 WIDE = {"z", "z_q", "z_k", "planes"}
