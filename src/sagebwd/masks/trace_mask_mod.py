@@ -227,7 +227,7 @@ class _Tracer(TorchFunctionMode):
             raise Untraceable("a number of another kind")
         if dtype == torch.float64 and ctypes.c_float(x).value != x:  # kernels take numbers in float32
             raise Untraceable("a number that float32 lacks")
-        if isinstance(x, int) and not -(2**62) <= x < 2**62:
+        if isinstance(x, int) and not -(2**61) <= x < 2**61:
             raise Untraceable("a large number")
         self.numbers.append(int(x) if isinstance(x, bool) else x)
         return self.step("number", dtype, [], dtype, len(self.numbers) - 1)

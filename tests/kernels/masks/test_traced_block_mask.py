@@ -11,6 +11,7 @@ from sagebwd import read_block_mask, sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.kernels.masks import blocks, sm90_block_lists, traced_block_mask
 from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
+from sagebwd.kernels.runtime.program import Program
 from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.tiles import tiles_of
@@ -201,6 +202,20 @@ def test_a_mask_of_other_tiles_has_the_same_programs(by_kernels):
         programs.append(len(PLANS))
     assert counts == [3, 2]
     assert programs[0] == programs[1]
+
+
+def test_a_mask_of_other_numbers_has_the_same_programs(by_kernels, monkeypatch):
+    """Regression: each number that a mask_mod captured had programs of its own, 25 ms of the host's a call."""
+    described, of = [], Program.of
+    monkeypatch.setattr(Program, "of", lambda *given: described.append(given[0]) or of(*given))
+    for width in (5, -1, 0, 32, 200):
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, TOKENS, KEYS, device=DEVICE)
+        mask.mask_mod = partial(lambda width, b, h, q, k: (q - k < width) & (q + 3 >= k), width)
+        assert_equal(results(mask), results(tiles_of(mask).kept()))
+        assert torch.equal(pairs(read_block_mask(mask)), pairs(tiles_of(mask)))
+        if width == 5:
+            before = len(described)
+    assert len(described) == before
 
 
 def inputs() -> list[Tensor]:

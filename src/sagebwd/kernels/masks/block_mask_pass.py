@@ -162,7 +162,8 @@ class Asked(NamedTuple):
     """A trace as kernels take it: tables, sizes and strides (`MOST_DIMENSIONS` of each table), numbers, none of them
     empty, and room for values along an axis of each head.
 
-    Integers in tuples are doubled: of a 1 Triton makes a constant, and Triton 3.6 then mixes up what is beside it.
+    Sizes and strides are doubled: of a 1 in a tuple Triton makes a constant, and Triton 3.6 then mixes up what is
+    beside it. numbers: as `Numbers` gives them.
     """
 
     tables: tuple[Tensor, ...]
@@ -181,8 +182,7 @@ def _asked(trace: Trace, found: Tiles, longest: int) -> Asked:
     )
     heads = given.shape[0] * given.shape[1]
     along = torch.empty(max(1, len(crossings(trace.text))), heads, longest, dtype=torch.int64, device=given.device)
-    numbers = tuple(2 * n if isinstance(n, int) else n for n in trace.numbers) or (0,)
-    return Asked(tables, sizes, strides, numbers, along)
+    return Asked(tables, sizes, strides, trace.numbers or (0,), along)
 
 
 def _pieces(sizes: tuple[int, int]) -> dict[str, int]:
