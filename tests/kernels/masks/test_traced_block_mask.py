@@ -198,6 +198,8 @@ def test_a_mask_of_other_tiles_has_the_same_programs(by_kernels):
     for table in (torch.zeros(KEYS, device=DEVICE).int(), torch.arange(KEYS, device=DEVICE).int()):
         mask_mod = partial(lambda table, b, h, q, k: (table[q] == table[k]) & (q >= k), table)
         mask = read_block_mask(create_block_mask(mask_mod, None, None, TOKENS, KEYS, device=DEVICE))
+        for by_key in (False, True):
+            sm90_block_lists.words_of(mask.elements[:, None], by_key)
         counts.append(len(mask.elements) - 2)
         programs.append(len(PLANS))
     assert counts == [3, 2]
