@@ -14,7 +14,15 @@ from sagebwd.kernels.runtime import device
 from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, WorkSplits, block_sparse_and_bias
-from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.descriptor import (
+    Rows,
+    empty_by_head,
+    gradient_blocks,
+    gradient_strides,
+    matrix,
+    transposed,
+    vectors,
+)
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel
 from sagebwd.kernels.sm90.backward.launch_split_dkdv import launch_split_dkdv
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
@@ -120,7 +128,7 @@ def backward(
     tile = width.backward
     block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
     largest, dq_semaphore, v_maxima, work_splits = _zeros(call, block_q, v)
-    dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
+    dq, dk, dv = empty_gradients(call.columns[0], saved.o, v)
     v_read, do_read, values = _operands_of_dp(call, saved, v, do, dlse, v_maxima, largest, dq, tile)
     operands = Operands.of(call, q_int8, k_int8, v_read, do_read)
     tensors = Tensors(
@@ -137,7 +145,7 @@ def backward(
         scales = vectors(values.scales, SCALES.value, SCALES_APART)
         launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
         return _finished(call, saved, values, largest, q, k, dq, dk, dv, tile)
-    grid = keys.blocks(span * tiles_per_cta)
+    grid, kind = keys.blocks(span * tiles_per_cta), Kind.of(call, block_q, span, dk)
     programs = grid * keys.heads_in_all if work_splits is None else len(work_splits.programs)
     launch(
         backward_kernel,
@@ -152,14 +160,14 @@ def backward(
         vectors(values.scales, SCALES.value, SCALES_APART),
         matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
         matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
-        matrix(dk, dk.shape[-1], (rows, piece)),
-        matrix(dv, dv.shape[-1], (rows, piece)),
+        gradient_blocks(dk, kind, (rows, piece)),
+        gradient_blocks(dv, kind, (rows, piece)),
         tensors,
         *operands.steps,
         **Sizes.of(call, block_q, grid, heads_at_once)._asdict(),
         tiles_per_cta=tiles_per_cta,
         factors=factors,
-        KIND=Kind.of(call, block_q, span),
+        KIND=kind,
         WIDTH=width,
         **LAUNCH,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sagebwd.call import Call
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors
-from sagebwd.kernels.sm90.backward.descriptor import gradient_strides, matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.descriptor import gradient_blocks, gradient_strides, matrix, transposed, vectors
 from sagebwd.kernels.sm90.backward.key_query_kernel import key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
@@ -34,7 +34,8 @@ def launch_split_dkdv(
     span = CONSUMERS.value * rows
     grid, heads = keys.blocks(span), keys.heads_in_all
     programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
-    options |= {"KIND": Kind.of(call, block_q, span), "WIDTH": width}
+    kind = Kind.of(call, block_q, span, tensors.dv)
+    options |= {"KIND": kind, "WIDTH": width}
     launch(
         value_kernel,
         (programs,),
@@ -43,7 +44,7 @@ def launch_split_dkdv(
         transposed(values.do_t, head_dim, piece, block_q),
         vectors(values.planes, 3 * block_q, 2 * block_q),
         scales,
-        matrix(tensors.dv, tensors.dv.shape[-1], (rows, rows)),
+        gradient_blocks(tensors.dv, kind, (rows, rows)),
         tensors._replace(largest=None, dk=None, dq_semaphore=None, strides=gradient_strides(call, tensors.dv)),
         *operands.q.steps,
         *operands.k.steps,
@@ -62,7 +63,7 @@ def launch_split_dkdv(
         vectors(values.planes, 3 * block_q, 4 * block_q),
         scales,
         matrix(values.dq_sums, head_dim, (block_q, piece // 2 if width.backward.piece else rows)),
-        matrix(tensors.dk, tensors.dk.shape[-1], (rows, rows)),
+        gradient_blocks(tensors.dk, kind, (rows, rows)),
         tensors._replace(dv=None, strides=gradient_strides(call, tensors.dk)),
         *operands.steps,
         *Sizes.of(call, block_q, grid, heads if tensors.dq_semaphore is None else heads_at_once),
