@@ -5,8 +5,9 @@
 too), "by-token" (the same, the heads of a token side by side), "ungrouped" (causal alone), "full", "packed" (two
 sequences), "padded" (keys hidden by a mask of keys) or of `tests.masks.KINDS`; TOKENS are of all sequences together;
 with UNTIL "ttgir" or "ptx" no machine code is made, and a line has that text alone; with "forward" backward is left
-out. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a process of its own, as kernels of a process with
-TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+out. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a
+process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments
+answers several.
 """
 
 from __future__ import annotations

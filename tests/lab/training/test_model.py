@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lab.training.config import FULL_PRECISION
 from lab.training.model import build
-from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_fusion as fusion
 
 
 def test_embeddings_get_rows_up_to_a_multiple(tiny):
@@ -36,10 +36,8 @@ def test_it_is_transformers_own(tiny, kv_heads):
 
 @pytest.mark.rounding
 def test_a_fused_model_is_the_unfused(tiny, monkeypatch):
-    seen, real = [], integration.qk_norm_rope_attention
-    monkeypatch.setattr(
-        integration, "qk_norm_rope_attention", lambda *x, **settings: seen.append(1) or real(*x, **settings)
-    )
+    seen, real = [], fusion.attend
+    monkeypatch.setattr(fusion, "attend", lambda *given: seen.append(1) or real(*given))
     ids, found = torch.arange(40).reshape(2, 20), []
     for fuse in (False, True):
         model = build(tiny.replace({"attention.recipe": "full", "attention.fuse": fuse}), 257)
