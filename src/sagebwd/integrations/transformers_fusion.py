@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from sagebwd.dispatch import is_hopper
 from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import fuse_of
 from sagebwd.integrations.transformers_torch import say
-from sagebwd.kernels.runtime.device import capability
 from sagebwd.norm_rope.composed import HALF, ROPES, norm_rope
 from sagebwd.norm_rope.functions import attend, qk_norm_rope
 from sagebwd.tracing import assume_constant
@@ -320,7 +320,7 @@ def _follows(module: nn.Module, tables: object) -> bool:
 
 @assume_constant
 def _has_passes(device: torch.device) -> bool:
-    return torch.cuda.is_available() and capability(device) == 90
+    return is_hopper(device)
 
 
 def _tables(module: nn.Module, given: tuple[Tensor, Tensor] | None) -> tuple[Table, Table] | None:
