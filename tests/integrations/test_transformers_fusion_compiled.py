@@ -244,7 +244,7 @@ def check_on_hopper(call, model, form, lengths=(200,), steps=1):
 def test_a_fused_step_is_the_unfused_on_hopper(form, head_dim, way):
     torch._dynamo.reset()
     dtype = torch.bfloat16 if way == "compiled of BF16 weights" else torch.float32
-    model = model_of(True, dtype=dtype, head_dim=head_dim, num_key_value_heads=2).cuda()
+    model = model_of(None, dtype=dtype, head_dim=head_dim, num_key_value_heads=2).cuda()
     check_on_hopper(model if way == "eager" else torch.compile(model, fullgraph=True), model, form)
 
 
