@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sagebwd.dispatch import is_hopper
+from sagebwd.dispatch import arch_of
 from sagebwd.extras import extra
 from sagebwd.integrations.transformers_settings import fuse_of
 from sagebwd.integrations.transformers_torch import say
@@ -320,7 +320,7 @@ def _follows(module: nn.Module, tables: object) -> bool:
 
 @assume_constant
 def _has_passes(device: torch.device) -> bool:
-    return is_hopper(device)
+    return arch_of(device) == 90
 
 
 def _tables(module: nn.Module, given: tuple[Tensor, Tensor] | None) -> tuple[Table, Table] | None:
