@@ -80,6 +80,15 @@ def timed(monkeypatch, **ms):
 
 
 @pytest.mark.rounding
+def test_bursts_take_the_place_of_a_steady_load(monkeypatch):
+    timed(monkeypatch)
+    monkeypatch.setattr(bench, "time_bursts", lambda runs, device, rounds, tell: dict.fromkeys(runs, (7.0, 3.0)))
+    for bursts, ms in ((False, 1000.0), (True, 7.0)):
+        rows = bench.measure_shape(SHAPE, ["token"], ["reference"], "cpu", rounds=1, bursts=bursts)
+        assert {row.ms for row in rows} == {ms, 2 * ms}
+
+
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     ("factors", "where"), [({"dq": 2.06}, ("bwd", "fwd+bwd")), ({"o": 2.06}, bench.DIRECTIONS)], ids=("dq", "o")
 )
@@ -136,6 +145,18 @@ def test_rounds_are_in_other_orders_the_same_in_every_call(monkeypatch):
     before_d = {one[one.index("d") - 1] for one in found[0] if one.index("d")}
     assert len(set(found[0])) > 2
     assert len(before_d) > 1
+
+
+def test_of_contenders_who_is_slow_runs_alone(monkeypatch):
+    """But not for a host's hiccup in a small call."""
+    once = {"a": 2.0, "b": 7.0, "c": 5.0}
+    monkeypatch.setattr(timer, "_alone", lambda run, device: once[run()])
+    monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
+    runs = {name: lambda name=name: name for name in once}
+    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
+    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0, always="b") == dict.fromkeys(runs, (1.0, 0.5))
+    once |= {"a": 0.02, "b": 0.9, "c": 0.03}
+    assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == dict.fromkeys(runs, (1.0, 0.5))
 
 
 @pytest.mark.parametrize(

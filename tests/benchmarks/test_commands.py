@@ -36,6 +36,18 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     assert f"over the best baseline: {line}" in out
 
 
+def test_bursts_of_nvidias_shapes_have_a_file_of_their_own(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.timer.BURSTS", 1)
+    code, out, _ = command(
+        "attention", "--device", "cpu", "--nvidia", "--bursts", "--tokens", 16, "--recipe", "token", "--rounds", 1,
+        "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert code == 0
+    assert "D128 H64/8 B2 N16 causal" in out
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("attention-bursts_cpu_")
+
+
 def test_runs_of_other_documents_write_one_file(command, tmp_path, monkeypatch):
     """By `mixed` and `auto` unless recipes are named."""
     monkeypatch.setattr("benchmarks.packed.MODEL_WIDTH", 64)
@@ -75,7 +87,8 @@ def test_peaks_of_skewed_documents(command, tmp_path):
         (("attention", "--device", "tpu"), "device='tpu' is not known"),
         (("attention", "--device", "cpu", "--documents", "sft"), "--documents names lengths of --packed"),
         (("packed-skew", "--device", "cpu", "--case", "long"), "case='long' is not known; accepted: one of 32768"),
-        (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),
+        (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special, --peer and"),
+        (("attention", "--device", "cpu", "--nvidia", "--special"), "neither --head-dim nor --special"),
         (("attention", "--device", "cpu", "--head-dim", "100"), "head_dim=100 is not of the grid; accepted: 64, 72,"),
     ],
 )
