@@ -476,6 +476,13 @@ def test_a_mask_of_another_batch_is_refused():
         model(input_ids=tokens(2, 6), attention_mask=mask)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_mask_of_one_row_is_every_rows(side):
+    model, ids, row = pair(DECODERS["llama"]())[1], tokens(2, 11), padded(side)[1][1:]
+    one, each = (model(input_ids=ids, attention_mask=x).logits for x in (row, row.expand(2, -1)))
+    assert torch.equal(one, each)
+
+
 def layout():
     return LayoutLMConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
