@@ -13,7 +13,6 @@ from sagebwd.cli import main as cli
 from sagebwd.diagnostics import layers, models
 from sagebwd.diagnostics import trace as study
 from sagebwd.diagnostics.capture import Captured, capture
-from sagebwd.recipe import Recipe
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import cosine, largest_logit, relative_l2, rms
 from tests.commands import runner
@@ -158,14 +157,6 @@ def test_each_source_reaches_what_it_should():
         "dq": {"dq"},
         "dk": {"dk"},
     }
-
-
-def test_attributed_recipes_differ_from_full_in_one_product():
-    assert study.sources(Recipe.named("token")) == ["s", "o", "dv", "dq", "dk"]
-    assert study.sources(Recipe.parse("full(o=int8)")) == ["o"]
-    paper = Recipe.named("paper")
-    assert study.alone(paper, "dq") == paper.replace(s="16bit", o="16bit", dv="16bit", dk="16bit")
-    assert study.without(paper, "dq") == paper.replace(dq="16bit")
 
 
 def test_larger_weights_of_q_and_k_raise_that_layers_largest_logit():

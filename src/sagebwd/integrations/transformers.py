@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from functools import partial, wraps
 
 import torch
@@ -340,12 +339,9 @@ def _unpadded(
     real, offsets_k = (x.to(query.device) for x in mask.real)
     offsets_q = offsets_k if itself else torch.arange(batch + 1, device=query.device, dtype=torch.int32) * tokens_q
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    packed = (query[real] if itself else query, key[real], value[real])
-    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch, real))
-    out = attend(
-        *packed, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=tokens_q,
-        max_seqlen_k=mask.padding.shape[1], **shared,
-    )  # fmt: skip
+    packed = query[real] if itself else query, key[real], value[real]
+    norm_rope = None if norm_rope is None else fusion.of_packed(norm_rope, batch, real)
+    out = _attend_packed(*packed, offsets_q, offsets_k, tokens_q, mask.padding.shape[1], norm_rope, shared)
     if itself:
         out = out.new_zeros(batch * tokens_q, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, tokens_q))
@@ -403,19 +399,24 @@ def _check_packed(kwargs: dict[str, object]) -> None:
             raise TypeError(f"{name}={kwargs[name]!r} must be an integer")
 
 
-def _attend_packed(norm_rope: dict[str, object] | None) -> Callable[..., Tensor]:
-    """`sage_attention_varlen`, of rows or of what projections make."""
-    return sage_attention_varlen if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
-
-
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
     norm_rope: dict[str, object] | None, shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     batch, _, tokens, _ = query.shape
-    packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    offsets = {"cu_seqlens_q": offsets_q.to(query.device), "cu_seqlens_k": offsets_k.to(query.device)}
-    lengths = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(longest_k)}
-    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch))
-    out = attend(*packed, **offsets, **lengths, **shared)
-    return out.unflatten(0, (batch, tokens))
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    norm_rope = None if norm_rope is None else fusion.of_packed(norm_rope, batch)
+    places = *(x.to(query.device) for x in (offsets_q, offsets_k)), int(longest_q), int(longest_k)
+    return _attend_packed(*packed, *places, norm_rope, shared).unflatten(0, (batch, tokens))
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
+    norm_rope: dict[str, object] | None, shared: dict[str, object],
+) -> Tensor:  # fmt: skip
+    """`sage_attention_varlen`, of rows or of what projections make."""
+    attend = sage_attention_varlen if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
+    return attend(
+        query, key, value, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k, **shared,
+    )  # fmt: skip
