@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from benchmarks import wide_baselines
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import block_masks
@@ -35,11 +36,15 @@ _MODULES = {FLASH_ATTENTION_4: "flash_attn.cute", FLASH_ATTENTION_3: "flash_attn
 def candidates(shape: Shape, device: str) -> dict[str, Attention]:
     """Those that are installed, whether they take the shape or not.
 
-    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, flex, fa4 and fa3; on a CPU "sdpa" alone, a sequence
-    at a time.
+    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, flex, fa4 and fa3, of a wide shape
+    those of `wide_baselines` beside fa4 and fa3; on a CPU "sdpa" alone, a sequence at a time.
     """
     if isinstance(shape, Packed):
         return _of_packed(shape, device)
+    if shape.is_wide:
+        flash = _flash_attentions() if device.startswith("cuda") else {}
+        dense = {name: _dense(module, shape) for name, module in flash.items()}
+        return wide_baselines.candidates(shape, device) | dense
 
     def sdpa(*backends: SDPBackend) -> Attention:
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def emulated(
 ) -> Outcome:  # fmt: skip
     """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype.
 
-    mask: one for all heads, beside the band. band: ``shape.is_causal``'s by default. sinks: a logit a query head.
+    mask: one for all heads, beside the band. band: the shape's by default. sinks: a logit a query head.
     tokens: those of one sequence; all of the shape's by default, each computed by itself.
     """
     if tokens is None:
@@ -93,7 +93,7 @@ def emulated(
         return tuple(torch.cat(part, dim=-2) for part in zip(*parts))
     q, k, v, do = (shape.last_key_head(x)[..., tokens, :].to(dtype) for x in inputs)
     keys = None if mask is None else mask.keys.expand(1, shape.tokens)
-    scale, band = shape.head_dim**-0.5, Band.of(shape.is_causal) if band is None else band
+    scale, band = shape.head_dim**-0.5, shape.band if band is None else band
     emulator = Emulator(q, k, v, recipe, scale, band, keys, mask)
     o, lse, k_mean = emulator.forward()
     if sinks is None:

@@ -138,6 +138,7 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
                 f"{_SDPA}"
             )
         strided(name, x)
+    alike(query=query, key=key, value=value)
     refuse_divided()
     if torch.compiler.is_compiling():
         return
@@ -179,6 +180,28 @@ def refuse_distributed(**given: Tensor | None) -> None:
                 "list(query.placements), (query.placements, key.placements, value.placements))(query, key, value), or "
                 f"pass {name}.to_local(); where tokens are divided, use "
                 "sagebwd.integrations.context_parallel.ring_attention"
+            )
+
+
+def alike(**given: object) -> None:
+    """Raises TypeError for a tensor beside a DTensor, and the reverse, of which torch's own error names no argument.
+
+    Not inside torch's ``implicit_replication``, which takes each tensor for one that all processes have.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or torch.compiler.is_compiling():
+        return
+    if getattr(module.DTensor._op_dispatcher, "_allow_implicit_replication", False):
+        return
+    first, *others = [(name, isinstance(x, module.DTensor)) for name, x in given.items() if isinstance(x, Tensor)]
+    for name, distributed in others:
+        if distributed and not first[1]:
+            raise TypeError(f"{name}: a DTensor beside {first[0]}, which is none; give {name}.full_tensor()")
+        if not distributed and first[1]:
+            mesh = f"{first[0]}.device_mesh"
+            raise TypeError(
+                f"{name}: a plain tensor beside {first[0]}, a DTensor; give distribute_tensor({name}, {mesh}, "
+                f"[Replicate()] * {mesh}.ndim), both of torch.distributed.tensor, or placed otherwise"
             )
 
 

@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from sagebwd.kernels.common.strided import elements
+from sagebwd.kernels.sm90.backward.block_sparse import sum_of_splits
 from sagebwd.kernels.sm90.backward.tile import ROWS, barrier, reinterpret, store_tile
-from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
 
 
 @gluon.jit

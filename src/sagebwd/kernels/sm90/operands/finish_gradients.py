@@ -56,7 +56,7 @@ def source(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, t
     """The kernel; turned: channels of the rotation, or 0. Tables and weights as `read_prologue` has them."""
     warps, heads, stages, blocks_an_sm = tiles
     macros = macros_of(head_dim, turned, dtype, prologue)
-    macros |= {"AHEAD": 0, "WARPS": warps, "HEADS": heads, "STAGES": stages, "CTAS": blocks_an_sm}
+    macros |= {"WARPS": warps, "HEADS": heads, "STAGES": stages, "CTAS": blocks_an_sm}
     files = SOURCES / "rows.cuh", SOURCES / "finish_gradients.cu"
     a_stage = 2 * head_dim * tiles.tokens * (2 if prologue.eps is None else 4)
     constants = tuple((name, int(x)) for name, x in macros.items())
