@@ -2,7 +2,7 @@
 
 import pytest
 
-from sagebwd.kernels.sm90.longest_first import ROUNDS, heads_at_once
+from sagebwd.kernels.sm90.forward.launch import ROUNDS, heads_at_once
 
 
 @pytest.mark.parametrize("heads", [0, 1, 2, 7, 32, 33, 64, 1000])

@@ -19,7 +19,7 @@ class Grid(NamedTuple):
     tokens_q: Any
     tokens_k: Any
     blocks_q: Any  # tiles of a head, where calls are packed of all sequences as `common.tile.padded_block` has them
-    heads_at_once: Any  # `longest_first.heads_at_once`
+    heads_at_once: Any  # `launch.heads_at_once`
     heads: Any
     group: Any  # heads that share one of K's
     cu_seqlens_q: Any
