@@ -19,6 +19,7 @@ from sagebwd.kernels.common.tile import (
     padded_block,
     psi_scale,
     sequence,
+    whose,
 )
 from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
@@ -71,9 +72,7 @@ def _chunk(
     of_head, head = block_and_head(chunks)
     partial += (of_head.to(tl.int64) * (tl.num_programs(0) // chunks) + head) * head_dim
     chunk, batch_head = in_sequence(of_head, head, heads, cu_seqlens, tokens, CHUNK, VARLEN)
-    batch = batch_head // heads
-    head = batch_head % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, _, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     rows = head_of(x, batch, head)
     count = length
