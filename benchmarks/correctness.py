@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.baselines import Attention
+from benchmarks.conformance import violation
 from benchmarks.shapes import Shape
 from sagebwd import sinks as epilogue
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import Recipe
-from sagebwd.reference.conformance import violation
 from sagebwd.reference.emulator import Emulator
 from sagebwd.reference.metrics import relative_l2
 
@@ -35,7 +35,7 @@ def gate(
 ) -> str:  # fmt: skip
     """Whether the call is the recipe: "ok" or "FAILED".
 
-    By `sagebwd.reference.conformance`, with the emulator in the inputs' dtype for the kernel's precision. Each of the
+    By `benchmarks.conformance`, with the emulator in the inputs' dtype for the kernel's precision. Each of the
     shape's sequences is held to it by itself: in one tensor of all, one that is wrong in a short one would not show.
 
     mask, band, sinks: as of `emulated`. tokens: a sequence of packed ones, which alone is looked at.
@@ -84,7 +84,7 @@ def emulated(
 ) -> Outcome:  # fmt: skip
     """O, dQ, dK and dV of the last key head, by the recipe's emulator in a dtype.
 
-    mask: one for all heads, beside the band. band: ``shape.is_causal``'s by default. sinks: a logit a query head.
+    mask: one for all heads, beside the band. band: the shape's by default. sinks: a logit a query head.
     tokens: those of one sequence; all of the shape's by default, each computed by itself.
     """
     if tokens is None:
@@ -93,7 +93,7 @@ def emulated(
         return tuple(torch.cat(part, dim=-2) for part in zip(*parts))
     q, k, v, do = (shape.last_key_head(x)[..., tokens, :].to(dtype) for x in inputs)
     keys = None if mask is None else mask.keys.expand(1, shape.tokens)
-    scale, band = shape.head_dim**-0.5, Band.of(shape.is_causal) if band is None else band
+    scale, band = shape.head_dim**-0.5, shape.band if band is None else band
     emulator = Emulator(q, k, v, recipe, scale, band, keys, mask)
     o, lse, k_mean = emulator.forward()
     if sinks is None:

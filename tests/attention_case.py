@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.conformance import emulator_error, moved, violation
 from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
@@ -17,7 +18,6 @@ from sagebwd.kernels.families import FAMILIES
 from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.masks.mask import Mask, shown
 from sagebwd.recipe import Recipe
-from sagebwd.reference.conformance import emulator_error, moved, violation
 from tests.masks import drawn
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

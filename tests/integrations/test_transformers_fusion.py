@@ -12,7 +12,6 @@ from transformers import (
     AttentionInterface,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     PhiConfig,
@@ -157,17 +156,6 @@ def test_with_a_cache_a_layer_runs_as_it_is(monkeypatch):
         torch.testing.assert_close(x, logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_layers_have_recipes_of_their_own_beside_it(monkeypatch):
-    seen, ids = calls(monkeypatch), tokens(1, 40)
-    outcomes = []
-    for fuse in (False, True):
-        model = build("Llama", fuse=fuse, recipe="token")
-        model.config.sagebwd["layers"] = {"1": {"recipe": "full"}}
-        outcomes.append(model(input_ids=ids).logits)
-    assert len(seen.eps) == 2
-    assert relative_l2(outcomes[1], outcomes[0]) < 0.01
-
-
 def test_checkpointing_and_a_trace_change_nothing():
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     model = build("Qwen3", fuse=True)
@@ -189,13 +177,6 @@ def test_generation_goes_on_from_a_cache():
         for fuse in (True, False)
     )
     assert torch.equal(fused, plain)
-
-
-def test_it_survives_saving(tmp_path, monkeypatch):
-    build("Llama", fuse=True).save_pretrained(tmp_path)
-    seen = calls(monkeypatch)
-    LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sagebwd")(input_ids=tokens(1, 8))
-    assert len(seen.eps) == 2
 
 
 def test_other_attentions_of_the_class_are_left_alone(monkeypatch):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -30,7 +29,6 @@ from sagebwd.planning import mask_argument
 from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
-from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime import program
@@ -133,41 +131,6 @@ def check_written(form: str, write: Callable[[Tensor, Tensor], object]) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_without_a_version_is_seen(form, writer):
     check_written(form, WRITERS[writer])
-
-
-def broadcast(x: Tensor, is_sender: bool) -> None:
-    dist.broadcast(x, src=1)
-
-
-def scatter(x: Tensor, is_sender: bool) -> None:
-    dist.scatter(x.clone() if is_sender else x, [x, x] if is_sender else None, src=1)
-
-
-def receive(x: Tensor, is_sender: bool) -> None:
-    dist.send(x, dst=0) if is_sender else dist.recv(x, src=1)
-
-
-def all_reduce(x: Tensor, is_sender: bool) -> None:
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-
-
-def written_by_another_process() -> None:
-    """The first process attends, the second writes to its masks."""
-    dist.init_process_group("gloo")
-    for form, made in FORMS.items():
-        for collective in (broadcast, scatter, receive, all_reduce):
-            if dist.get_rank() == 0:
-                check_written(form, lambda x, new, collective=collective: collective(x, False))
-            else:
-                for step in (1, 2):
-                    collective(made.contents(step), True)
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
-def test_what_another_process_writes_is_seen():
-    """As stages of a pipeline do, into the same buffers in each step."""
-    finish(begin(2, "cpu", written_by_another_process))
 
 
 def test_a_mask_mod_that_is_replaced_is_seen():

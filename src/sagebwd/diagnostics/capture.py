@@ -1,11 +1,9 @@
 """What a model hands to attention: q, k, v and the gradient of its output, on real text.
 
 One forward and one backward of a Transformers model, with an attention function of its own name that computes full
-precision through torch's scaled_dot_product_attention and keeps its inputs, after rotary embedding and QK-norm. The
-model's own attention is restored afterwards, and its weights get no gradients.
-
-The gradient is that of the model's own loss, with the text as its labels: next-token prediction for a decoder, for a
-masked-language model the reconstruction of the text as given. It is a mean over tokens, as in training.
+precision and keeps its inputs, after rotary embedding and QK-norm. The gradient is that of the model's own loss, a
+mean over tokens, with the text as its labels: next-token prediction for a decoder, for a masked-language model the
+reconstruction of the text as given.
 
 Shapes: B batch, H query heads kept, G key heads kept, N tokens, D head_dim.
 """

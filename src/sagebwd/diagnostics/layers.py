@@ -2,7 +2,7 @@
 
 The error of a layer is ||recipe - exact|| / ||exact|| of all its heads together: a head whose queries all read one key
 has gradients near zero, so that a ratio of its own says nothing (`idle`). Windows count alike, by the root mean square
-of their errors, so that no window of large gradients hides the others.
+of their errors.
 """
 
 from __future__ import annotations

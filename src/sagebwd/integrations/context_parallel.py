@@ -1,12 +1,8 @@
 """One sequence over several processes: keys and values travel round a ring of them, and parts are merged by their lse.
 
-    from sagebwd.integrations.context_parallel import ring_attention, shard
-    x = shard(x, 1)                                        # (batch, tokens, ...): this process's tokens
-    out = ring_attention(q, k, v, is_causal=True)          # (batch, heads, its tokens, head_dim), to all keys
-
 Of 2W chunks of a sequence process r of W holds the r-th from either end, so that under a causal mask all have the same
-work in every step. Each step computes attention of a process's queries to the keys and values that it holds for a
-while; outputs of the steps are averaged with the weights exp(lse). Gradients travel the ring back.
+work in every step. Outputs of the steps are averaged with the weights exp(lse). Gradients travel the ring back
+(docs/integrations/context_parallel.md).
 """
 
 from __future__ import annotations

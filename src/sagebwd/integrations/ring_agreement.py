@@ -1,8 +1,7 @@
 """Whether all processes of a ring make the same call: compared before anything is sent, told to each of them.
 
 A process that alone refuses its call, or makes another one, would leave the others waiting for tensors that never
-come, or come in another size. Each call compares one number a process, for which the host waits. Nothing is kept from
-call to call: what another process calls now does not follow from what it called before.
+come, or come in another size. Each call compares one number a process, for which the host waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Whether a loss depends on queries of padding that give zeros here and values under SDPA.
+"""Whether a loss depends on queries of padding, which give zeros here and values under SDPA.
 
-Such a query reaches the loss through its own row alone, since its key is hidden from all others. So its row of dO is
-zero unless the loss is taken there, mostly because labels of padding are not -100.
+Then their rows of dO are not zero, mostly because labels of padding are not -100.
 """
 
 from __future__ import annotations

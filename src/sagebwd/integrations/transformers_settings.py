@@ -36,7 +36,8 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
     chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse")}
     layers = given.get("layers")
     if layers:
-        chosen |= _layer(layers, layer, _layers_of(config))
+        counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
+        chosen |= _layer(layers, layer, max((count for count in counts if isinstance(count, int)), default=None))
     unknown = sorted(set(chosen) - set(_SETTINGS))
     if unknown:
         raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, fuse, layers")
@@ -80,11 +81,6 @@ def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count:
             "give one recipe and impl for all"
         )
     return numbered.get(layer, {})
-
-
-def _layers_of(config: object) -> int | None:
-    counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
-    return max((count for count in counts if isinstance(count, int)), default=None)
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -1,8 +1,5 @@
 """A model of Transformers whose sequences are divided among processes: its attentions are `ring_attention`.
 
-    from sagebwd.integrations.transformers_sharing import share_sequences
-    share_sequences(model, mesh["cp"].get_group())
-
 The batch is what `context_parallel.shard` gives this process of ids, labels and position_ids, or what torch's
 ``context_parallel``, and Accelerate's by it, makes of them in place: the same tokens in the same order.
 """
