@@ -65,9 +65,7 @@ def test_codes(name, count, on):
     q, k, v, *_ = case.inputs()
     call = case.call(q, k)
     keys, head_dim = call.keys, call.head_dim
-    k_mean, v_mean, _, first_keys = launch_statistics(
-        k, v, keys, call.key_mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=count
-    )
+    k_mean, v_mean, _, first_keys = launch_statistics(recipe, k, v, keys, call.key_mask)
     made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys)
     rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
     for which, (x, packing, mean, mask) in rows.items():

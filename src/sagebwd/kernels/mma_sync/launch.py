@@ -42,11 +42,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
     if _is_portable(call) or call.max_logits:  # row maxima are not these kernels'
         return portable.forward(call, q, k, v)
-    recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
-    k_mean, v_mean, _, first_keys = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=recipe.smooth_v, v_scale=False,
-        first_keys=recipe.first_keys, k_sampled=recipe.k_mean == "sample",
-    )  # fmt: skip
+    recipe, queries, keys = call.recipe, call.queries, call.keys
+    k_mean, v_mean, _, first_keys = launch_statistics(recipe, k, v, keys, call.key_mask)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if recipe.smooth_v else None
     arch, settings = capability(call.device), {"half": q.dtype == torch.float16, "first_keys": recipe.first_keys}
     codes = kernel_of(quantize_variant(call.head_dim, turned=call.turned, **settings).source, arch)
