@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step`."""
+"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step | energy`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     import typer
     from rich.table import Table
 
-    from benchmarks import commands, step_command
+    from benchmarks import commands, energy_command, step_command
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
@@ -43,6 +43,9 @@ def attention(
     special: Annotated[
         bool | None, typer.Option(help="Also grouped heads and the video shape [default: on a GPU].")
     ] = None,
+    nvidia: Annotated[
+        bool, typer.Option("--nvidia", help="NVIDIA's shapes in the grid's place: batch 2, 64 heads on 8, 128.")
+    ] = False,
     packed: Annotated[
         bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
     ] = False,
@@ -65,6 +68,9 @@ def attention(
     peer: Annotated[
         list[str] | None, typer.Option(help="Also a low-bit attention of others: cudnn-fp8, cudnn-fp8-e4m3; repeat.")
     ] = None,
+    bursts: Annotated[
+        bool, typer.Option("--bursts", help="Calls behind a pause, on a cool GPU, in a steady load's place.")
+    ] = False,
     rounds: commands.Rounds = 4,
     device: commands.Device = "cuda",
     output: commands.Results = commands.RESULTS,
@@ -93,17 +99,22 @@ def attention(
     if documents and not packed:
         raise ValueError("--documents names lengths of --packed, which was not given")
     if packed:
-        if tokens or special or peer:
+        if tokens or special or peer or nvidia:
             raise ValueError(
-                "--packed has shapes of its own; expected none of --tokens, --special and --peer beside it"
+                "--packed has shapes of its own; expected none of --tokens, --special, --peer and --nvidia beside it"
             )
         kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS, documents, device)
+    elif nvidia:
+        if head_dim or special:
+            raise ValueError("--nvidia has shapes of its own; expected neither --head-dim nor --special beside it")
+        kind, grid = "attention", shapes.nvidia_shapes(tokens, device)
     elif wide:
         given = {} if head_dim is None else {"widths": head_dim}
         kind, grid = "attention", shapes.wide_shapes(**given, tokens=tokens, device=device)
     else:
         kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens, device)
         grid += shapes.special_shapes() if (device != "cpu" if special is None else special) else []
+    kind += "-bursts" * bursts
     facts = environment(device, commit) | low_bit.facts(peer or ())
     kept = rows_of_others(path_of(facts, output, kind), facts, benchmark.CALL, [benchmark.call_of(x) for x in grid])
     rows: list[benchmark.Measurement] = []
@@ -124,8 +135,9 @@ def attention(
                 tell(f"{index + 1} of {len(grid)}, {shape}: {text}", share)
 
             measured = benchmark.measure_shape(
-                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
-            )
+                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (),
+                bursts=bursts, tell=told,
+            )  # fmt: skip
             rows += measured
             # anew with every shape: one that is cut off has what it measured
             path = save([*kept, *rows], facts, output, kind)
@@ -239,8 +251,8 @@ def masks(
     mask: Annotated[
         list[str] | None,
         typer.Option(
-            help="documents, causal-frames, causal-frames-14b, teacher-forcing, gpt-oss-window (with sinks), "
-            "image-blocks or elements; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
+            help="teacher-forcing, documents, causal-frames, gpt-oss-window (with sinks), image-blocks, elements or "
+            "causal-frames-14b; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
         ),
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: the mask's own].")] = None,
@@ -258,7 +270,7 @@ def masks(
     rounds: commands.Rounds = 4,
     processes: Annotated[
         int | None,
-        typer.Option(help="That compile before anything is timed [default: one a case on a GPU, at most 8]."),
+        typer.Option(help="That compile before anything is timed [default: 12 on a GPU, of fewer cores fewer]."),
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Begin no mask that would end later.")] = None,
     device: commands.Device = "cuda",
@@ -274,6 +286,7 @@ def masks(
     from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.measure import MOST_PROCESSES
     from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, path_of, rows_of_others, save
     from sagebwd.dispatch import check_known
@@ -291,7 +304,7 @@ def masks(
         mask_cases.Case.of(kind, width, tokens) for width in head_dim or [None] for kind in mask or mask_cases.DEFAULT
     ]
     if processes is None:
-        processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
+        processes = min(MOST_PROCESSES, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
     facts = environment(device, commit) | commands.kernels(kernels_hash)
     kept = rows_of_others(
         path_of(facts, output, "masks"), facts, ("mask", "head_dim", "tokens"),
@@ -427,6 +440,7 @@ def _block_table(title: str, rows: list) -> Table:
 
 
 app.command()(step_command.step)
+app.command()(energy_command.energy)
 
 
 def main() -> None:

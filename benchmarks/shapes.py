@@ -22,6 +22,7 @@ TOTAL_TOKENS = 16384
 CPU_TOKENS = 1024
 """As many as a CPU gets in all, where the emulator runs: to try a command out takes seconds."""
 MODEL_WIDTH = 2048
+NVIDIA_TOKENS = (4096, 8192, 16384)
 WIDE = 256
 """Beyond it no FlashAttention and not cuDNN runs: peers are torch's other backends and FlexAttention."""
 
@@ -178,6 +179,15 @@ def special_shapes() -> list[Shape]:
     """Grouped heads of a language model, and a video transformer's block."""
     grouped = [Shape(128, 32, 8, max(1, TOTAL_TOKENS // n), n, True) for n in (4096, 16384)]
     return [*grouped, Shape(128, 24, 24, 1, 32760, False)]
+
+
+def nvidia_shapes(tokens: Iterable[int] | None = None, device: str = "cuda") -> list[Shape]:
+    """The shapes of NVIDIA's nightly tables, so that these can be laid beside ours: 64 heads on 8, batch 2, 128.
+
+    They are of `benchmark/attention_training` in cudnn-frontend. tokens: `NVIDIA_TOKENS` unless given, on a CPU few.
+    """
+    tokens = tokens or ((CPU_TOKENS,) if device == "cpu" else NVIDIA_TOKENS)
+    return [Shape(128, 64, 8, 2, n, is_causal) for is_causal in (False, True) for n in tokens]
 
 
 def wide_shapes(

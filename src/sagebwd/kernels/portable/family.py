@@ -29,7 +29,7 @@ FAMILY = Family(
         wide_fields=_WIDE,
     ),
     auto="token",
-    gpu="a CUDA device",
-    runs_on=lambda capability: capability > 0,
+    gpu="a GPU of compute capability 8.0 or more",
+    runs_on=lambda capability: capability >= 80,
     interpreted=True,
 )  # fmt: skip
