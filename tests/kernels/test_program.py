@@ -180,6 +180,15 @@ def test_tensors_in_tuples_are_found():
     assert kernel.blocks == [16, 32] * 4
 
 
+def test_another_compiler_is_announced_too(monkeypatch, caplog):
+    monkeypatch.setattr(program, "_told", {"Triton's"})
+    for whose in ("Triton's", "CuTe DSL's", "CuTe DSL's"):
+        program.say_what_takes_long(whose, "a folder")
+    (record,) = caplog.records
+    assert "CuTe DSL's compiler runs" in record.getMessage()
+    assert record.getMessage().endswith("a folder")
+
+
 compiled_by_triton = program.compiled  # which the fixture above stands in for
 
 
@@ -275,6 +284,15 @@ def test_no_tensor_is_kept():
         kept = [weakref.ref(t) for t in (x, y, *program.run(call, x, y, True))]
         del x, y
         assert [t() for t in kept] == [None] * 5
+
+
+def test_another_setting_is_another_call():
+    kernel = Kernel()
+    call = call_of(kernel)
+    x, y = torch.randn(64), torch.randn(64)
+    for negative in (False, True) * 3:
+        check(call, x, y, negative)
+    assert kernel.bound == 6
 
 
 def test_two_tensors_that_are_one():

@@ -315,7 +315,7 @@ class Plan:
             workspace = workspace.clone(memory_format=torch.contiguous_format)
         saved = self._saved(o, lse, workspace)
         if self.is_empty:
-            gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
+            gradients = (x.zero_() for x in empty_gradients(call.head_dim, o, v))
             return *gradients, None if saved.weight is None else saved.weight.new_zeros(call.queries.heads)
         with _without_autocast(v.device):
             dq, dk, dv = dispatch.backward(self.choice, call, saved, do, dlse, q, k, v)
