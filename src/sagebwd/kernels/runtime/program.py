@@ -335,8 +335,10 @@ class Program:
             tensors.append(workspace)
         if self.scratch_bytes:
             tensors.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
-        addresses = [*[x.data_ptr() for x in tensors], *numbers]
-        tensors += numbers
+        addresses = [x.data_ptr() for x in tensors]
+        if numbers:
+            addresses += numbers
+            tensors += numbers
         stream = current_stream(device)
         for one in self.launches:
             one.start(addresses, tensors, stream)
