@@ -129,7 +129,7 @@ class Plan:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
             program = self._forward_program(mask.elements if unread else None, traced, trains, call, q, k, v, sinks)
             self.programs.put(read.layouts, program)
-        o, lse, *rest = program.run(tensors, workspace)
+        o, lse, *rest = program.run(tensors, workspace, () if traced is None else traced.numbers)
         if unread and trains:
             mask.parts.keep(_LEFT, Left(*rest[-len(Left._fields) :]))
         return o, lse, workspace
@@ -174,7 +174,7 @@ class Plan:
             of_mask = (elements, left, None) if unread else (None, None, traced)
             program = self._backward_program(*of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
-        *gradients, by_block = program.run(tensors)
+        *gradients, by_block = program.run(tensors, None, () if traced is None else traced.numbers)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
         return *gradients, by_block

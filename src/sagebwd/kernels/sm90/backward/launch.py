@@ -28,11 +28,11 @@ from sagebwd.kernels.sm90.backward.kernel import backward_kernel, key_query_kern
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_tiles_per_cta
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
+from sagebwd.kernels.sm90.longest_first import last_heads
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
-from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients
+from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients, launch_sum_shares
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
-from sagebwd.kernels.sm90.operands.sum_shares import launch_sum_shares
 from sagebwd.masks.band import Band
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
@@ -51,8 +51,10 @@ def prepare(direction: str, call: Call) -> Call:
     tokens, blocks = (call.queries.tokens, call.keys.tokens), (tile.queries, CONSUMERS.value * ROWS.value)
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     # splits of a list are added up in any order
-    heads = 0 if call.deterministic else call.keys.heads
-    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.split_dkdv)
+    heads, in_all = 0 if call.deterministic else call.keys.heads, call.keys.heads_in_all
+    # two kernels have all heads take turns
+    last = in_all if tile.split_dkdv else last_heads(call.keys.blocks(blocks[1]), in_all, device.num_sms(call.device))
+    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, last)
     # kernels go by the tile's number: how many there are is no part of a call's specification
     return call._replace(mask=None, lists=block_lists._replace(words=block_lists.words[:1]))
 
