@@ -64,6 +64,19 @@ def test_on_a_card_of_mma_sync_each_width_is_timed_by_its_recipe(monkeypatch):
     dispatch._choose.cache_clear()
 
 
+def test_what_is_timed_is_what_the_row_says():
+    ran = []
+
+    def timer(runs, device):
+        ran.append(runs["ours"]())
+        return dict.fromkeys(runs, (1.0, 0.1))
+
+    rows = bench.measure_point(bench.Case(WINDOW, 16, 16), bench.Point(13, 64, left=16), "cpu", timer)
+    o, gradients = ran
+    assert [(row.direction, row.width) for row in rows] == [(FORWARD, 17), (TRAINING, 17)]
+    assert [x.shape for x in gradients] == [o.shape] * 3
+
+
 @pytest.fixture
 def peer(monkeypatch):
     """FlashAttention-4 by torch's function."""
