@@ -33,10 +33,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     apart = recipe.first_keys if o_int8 else 0
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
-    k_mean, v_mean, v_scale, number = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence", first_keys=apart, k_sampled=recipe.k_mean == "sample",
-    )  # fmt: skip
+    k_mean, v_mean, v_scale, number = launch_statistics(recipe, k, v, keys, key_mask)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()

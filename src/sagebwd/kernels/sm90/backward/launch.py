@@ -31,9 +31,8 @@ from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
 from sagebwd.kernels.sm90.longest_first import last_heads
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
-from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients
+from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients, launch_sum_shares
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
-from sagebwd.kernels.sm90.operands.sum_shares import launch_sum_shares
 from sagebwd.masks.band import Band
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.

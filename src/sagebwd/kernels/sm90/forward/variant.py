@@ -71,8 +71,8 @@ class Arguments(NamedTuple):
     """What the kernel is called with, and the stream after it: tensors and numbers, or placeholders of them.
 
     ``cu_seqlens``: INT32, where calls are packed; ``blocks_q``: tiles of a head (`Packing.blocks`);
-    ``heads_at_once``: heads whose tiles take turns (`longest_first`); ``lower``, ``upper``: bounds on key - query,
-    which packed calls count from the sequences' ends; ``scale``: the softmax scale's magnitude.
+    ``heads_at_once``: heads whose tiles take turns; ``lower``, ``upper``: bounds on key - query, which packed calls
+    count from the sequences' ends; ``scale``: the softmax scale's magnitude.
     """
 
     q: Any  # 16 bit, (B, H, N, D) or packed (total, H, D), any strides of whole 16 bytes but the last; None: codes
