@@ -197,9 +197,7 @@ def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
 
 
 @triton.jit
-def load_turned(
-    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def load_turned(x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
 
     Of the mean the product is taken by itself: rows as they are have 16 bits.
@@ -227,7 +225,7 @@ def load_turned(
 @triton.jit
 def store_turned(
     out, rows, stride, inside, x, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+):
     """Write x R scale, x of FP32 of which 16 bits count, to the rows that are ``inside``."""
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)

@@ -255,9 +255,7 @@ def m_blocks(
 
 
 @gluon.jit
-def add_last_dq(
-    c, work_tile, steps, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def add_last_dq(c, work_tile, steps, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr):
     """dQ += dS K of the last block: step 7 of `m_block` without the others."""
     dq_sem, dq_smem = c.tensors.dq_semaphore, c.dq_smem
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -303,9 +301,7 @@ def add_last_dq(
 
 
 @gluon.jit
-def counter_of_last(
-    c, work_tile, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def counter_of_last(c, work_tile, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr):
     """`counter_rank_and_count` of the last block."""
     HEAD: gl.constexpr = WIDTH.head_dim if c.k_t is not None else 1
     LISTED: gl.constexpr = c.tensors.block_sparse is not None

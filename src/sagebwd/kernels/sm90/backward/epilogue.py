@@ -52,7 +52,7 @@ def as_tiles(memory, desc, COUNT: gl.constexpr):
 @gluon.jit
 def store_gradient(
     pieces, out, strides, desc, memory, work_tile, first_k, sizes, KIND: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+):
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
 
     memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another.

@@ -173,7 +173,7 @@ def accumulate(
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
                 dv_new, free, last = accumulate_alternating(  # dV += P^T dO, but for the last channels
                     dv, (first, second), p_fp8, do_t, dv_scale, opaque_false
-                )  # fmt: skip
+                )
                 more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
                 s = scores(k, memory.q, full, step + 1, more, free, opaque_false, STAGES)  # S^T = K Q^T, next step
