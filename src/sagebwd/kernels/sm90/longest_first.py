@@ -9,6 +9,8 @@ from __future__ import annotations
 # Tiles of the heads that are begun together, in rounds of all programs: enough to level, few enough that L2 keeps
 # these heads' keys and values.
 ROUNDS = 2
+# Tiles of one packed sequence whose heads take turns, at most: four rounds of an H200.
+MOST_TOGETHER = 528
 
 
 def heads_at_once(tiles: int, heads: int, programs: int) -> int:

@@ -324,9 +324,8 @@ class Forward:
         if index == 0:
             self.arrive_scheduler(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
-        program = self.tiles.ordered(grid, program)
+        program, owner = self.tiles.ordered(grid, program)
         ring, tile_phase = Ring(Int32(0), Int32(0)), Int32(0)
-        owner = self.tiles.owner(grid, program)
         while program < grid.tiles:
             ring = self.attend_tile(consumer, program, owner, ring)
             cute.arch.mbarrier_wait(memory.tile_full, tile_phase)
