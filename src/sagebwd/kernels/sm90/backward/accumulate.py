@@ -152,7 +152,7 @@ def accumulate(
                 out = as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, len(dk))  # over this warpgroup's V
                 store_gradient(
                     scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, out, work_tile,
-                    work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED, OUT_LAYOUT,
+                    work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED,
                 )  # fmt: skip
         else:
             # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie

@@ -10,37 +10,48 @@ from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
 
 
 @gluon.jit
-def store_block(desc, memory, x, row, column):
-    """Store 64 rows of dK or dV by TMA, once it has read the rows before."""
+def share_block(memory, x):
+    """Write 64 rows of dK or dV to shared memory, once TMA has read what it stores of there."""
     tma.store_wait(0)
     barrier()
     memory.store(x.to(memory.dtype))
+
+
+@gluon.jit
+def store_block(desc, memory, x, row, column):
+    """Store 64 rows of dK or dV by TMA."""
+    share_block(memory, x)
     fence_async_shared()
     barrier()
     store_tile(desc, [row, column], memory)
 
 
 @gluon.jit
-def store_rows(x, out, strides, work_tile, first_k, LAYOUT: gl.constexpr):
+def store_rows(x, out, strides, memory, work_tile, first_k):
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces, without TMA; rows past the end are masked.
 
-    strides: of a batch element, a head and a token; then the number of channels in memory, if not all, and the unit of
-    these four (`operands.strided`).
+    By shared memory, so that a thread has eight channels side by side: of products it has two. strides: of a batch
+    element, a head and a token; then the number of channels in memory, if not all, and the unit of these four
+    (`operands.strided`).
     """
     of_batch, of_head, of_token = strides[0], strides[1], strides[2]
     if len(strides) > 3:
         of_batch, of_head = elements(strides[0], strides[4]), elements(strides[1], strides[4])
         of_token = elements(strides[2], strides[4])
+    LANES: gl.constexpr = x[0].shape[1] // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x[0].shape[1], gl.SliceLayout(0, LAYOUT))
     written = gl.expand_dims(rows < work_tile.length, 1)
     first = work_tile.batch.to(gl.int64) * of_batch + work_tile.head.to(gl.int64) * of_head
     at = first + gl.expand_dims((work_tile.start + rows).to(gl.int64) * of_token, 1) + gl.expand_dims(columns, 0)
     for piece in gl.static_range(len(x)):
-        there = written
+        there, part = written, memory.index(piece % memory.shape[0])
         if len(strides) > 3:
             there = written & gl.expand_dims(piece * columns.shape[0] + columns < elements(strides[3], strides[4]), 0)
-        gl.store(out + at + piece * columns.shape[0], x[piece].to(out.dtype.element_ty), mask=there)
+        share_block(part, x[piece])
+        barrier()
+        gl.store(out + at + piece * columns.shape[0], part.load(LAYOUT), mask=there)
 
 
 @gluon.jit
@@ -51,14 +62,14 @@ def as_tiles(memory, desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def store_gradient(
-    pieces, out, strides, desc, memory, work_tile, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
+    pieces, out, strides, desc, memory, work_tile, first_k, sizes, RAGGED: gl.constexpr
 ):  # fmt: skip
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
 
     memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another.
     """
     if RAGGED:
-        store_rows(pieces, out, strides, work_tile, first_k, LAYOUT)
+        store_rows(pieces, out, strides, memory, work_tile, first_k)
     else:
         row = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k
         for piece in gl.static_range(len(pieces)):
@@ -83,5 +94,5 @@ def store_both(
     if is_mine:
         first_k = work_tile.first + CONSUMER * ROWS
         of_dk, of_dv = tensors.strides[:EACH], tensors.strides[-EACH:]
-        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND.RAGGED, LAYOUT)
-        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND.RAGGED, LAYOUT)
+        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND.RAGGED)
+        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND.RAGGED)
