@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step`."""
+"""The benchmarks' command line: `python -m benchmarks attention | packed-skew | masks | block | step | energy`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     import typer
     from rich.table import Table
 
-    from benchmarks import commands, step_command
+    from benchmarks import commands, energy_command, step_command
 except ImportError as error:  # pragma: no cover - exercised in a subprocess
     sys.exit(f"benchmarks: the command line needs {error.name}; in a clone of sagebwd: pip install '.[lab]'")
 
@@ -31,7 +31,10 @@ def attention(
     impl: Annotated[list[str] | None, typer.Option(help="Kernel family, the fastest unless named; repeat.")] = None,
     head_dim: Annotated[
         list[str] | None,
-        typer.Option(help="Of the grid: 64, 72, 80, 96, 112, 128, 192, 192/128, 256; repeat [default: 64, 128]."),
+        typer.Option(
+            help="Of the grid: 64, 72, 80, 96, 112, 128, 192, 192/128, 256, 288, 320, 384, 512; repeat [default: 64, "
+            "128]."
+        ),
     ] = None,
     tokens: Annotated[
         list[int] | None,
@@ -40,6 +43,9 @@ def attention(
     special: Annotated[
         bool | None, typer.Option(help="Also grouped heads and the video shape [default: on a GPU].")
     ] = None,
+    nvidia: Annotated[
+        bool, typer.Option("--nvidia", help="NVIDIA's shapes in the grid's place: batch 2, 64 heads on 8, 128.")
+    ] = False,
     packed: Annotated[
         bool, typer.Option("--packed", help="Time packed documents, causal, of these head_dims in the grid's place.")
     ] = False,
@@ -47,12 +53,24 @@ def attention(
         list[str] | None,
         typer.Option(help="Of --packed: 16x2k, 8x2k, mixed, heavy-tailed, web, sft; repeat [default: all]."),
     ] = None,
+    wide: Annotated[
+        bool,
+        typer.Option(
+            "--wide",
+            help="Time head_dims beyond 256 [default: 512, 384, 320, 288] in the grid's place: causal, with a window "
+            "and with grouped heads.",
+        ),
+    ] = False,
+    seconds: Annotated[float | None, typer.Option(help="Begin no shape that would end later.")] = None,
     deterministic: Annotated[
         bool, typer.Option(help="Also FP8 recipes with gradients that repeat bit for bit.")
     ] = False,
     peer: Annotated[
         list[str] | None, typer.Option(help="Also a low-bit attention of others: cudnn-fp8, cudnn-fp8-e4m3; repeat.")
     ] = None,
+    bursts: Annotated[
+        bool, typer.Option("--bursts", help="Calls behind a pause, on a cool GPU, in a steady load's place.")
+    ] = False,
     rounds: commands.Rounds = 4,
     device: commands.Device = "cuda",
     output: commands.Results = commands.RESULTS,
@@ -60,7 +78,7 @@ def attention(
 ) -> None:
     """Speed and memory on the standard grid, or of packed documents, end to end, against the best BF16 kernels."""
     from benchmarks import attention as benchmark
-    from benchmarks import baselines, low_bit, shapes
+    from benchmarks import baselines, low_bit, shapes, wide_baselines
     from benchmarks.packed import packed_shapes
     from benchmarks.plot import plot_attention
     from sagebwd.cli.hardware import check_device
@@ -76,37 +94,54 @@ def attention(
     for name in impl or ():
         check_known(name)
     low_bit.check(peer or ())
-    default = ["mixed", AUTO] if packed else ["token", "paper"]
+    default = ["mixed", AUTO] if packed else ["mixed", "token"] if wide else ["token", "paper"]
     recipes = [Recipe.parse_or_auto(text) for text in recipe or default]
     if documents and not packed:
         raise ValueError("--documents names lengths of --packed, which was not given")
     if packed:
-        if tokens or special or peer:
+        if tokens or special or peer or nvidia:
             raise ValueError(
-                "--packed has shapes of its own; expected none of --tokens, --special and --peer beside it"
+                "--packed has shapes of its own; expected none of --tokens, --special, --peer and --nvidia beside it"
             )
         kind, grid = "packed", packed_shapes(head_dim or shapes.DEFAULT_WIDTHS, documents, device)
+    elif nvidia:
+        if head_dim or special:
+            raise ValueError("--nvidia has shapes of its own; expected neither --head-dim nor --special beside it")
+        kind, grid = "attention", shapes.nvidia_shapes(tokens, device)
+    elif wide:
+        given = {} if head_dim is None else {"widths": head_dim}
+        kind, grid = "attention", shapes.wide_shapes(**given, tokens=tokens, device=device)
     else:
         kind, grid = "attention", shapes.standard_grid(head_dim or shapes.DEFAULT_WIDTHS, tokens, device)
         grid += shapes.special_shapes() if (device != "cpu" if special is None else special) else []
+    kind += "-bursts" * bursts
     facts = environment(device, commit) | low_bit.facts(peer or ())
     kept = rows_of_others(path_of(facts, output, kind), facts, benchmark.CALL, [benchmark.call_of(x) for x in grid])
     rows: list[benchmark.Measurement] = []
-    path = None
+    path, began, longest = None, time.perf_counter(), 0.0
     work = [0.0, *itertools.accumulate(shape.flops("fwd+bwd") for shape in grid)]
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
+        if wide and device.startswith("cuda"):
+            tell("compiling FlexAttention", 0.0)
+            wide_baselines.compile_ahead(grid, device, max(1, (os.cpu_count() or 1) - 1))
         for index, shape in enumerate(grid):
+            start = time.perf_counter()
+            if seconds is not None and start - began + longest > seconds:
+                console.print(f"no time for {len(grid) - index} of {len(grid)} shapes, from {shape} on")
+                break
 
             def told(text: str, done: float, index: int = index, shape: object = shape) -> None:
                 share = (work[index] + done * (work[index + 1] - work[index])) / work[-1]
                 tell(f"{index + 1} of {len(grid)}, {shape}: {text}", share)
 
             measured = benchmark.measure_shape(
-                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (), tell=told
-            )
+                shape, recipes, impl, device, rounds, deterministic=deterministic, low_bit_peers=peer or (),
+                bursts=bursts, tell=told,
+            )  # fmt: skip
             rows += measured
             # anew with every shape: one that is cut off has what it measured
             path = save([*kept, *rows], facts, output, kind)
+            longest = max(longest, time.perf_counter() - start)
             console.print(_attention_table(str(shape), measured))
             for line in low_bit.comparisons(measured):
                 console.print(line, markup=False)
@@ -216,8 +251,8 @@ def masks(
     mask: Annotated[
         list[str] | None,
         typer.Option(
-            help="documents, causal-frames, causal-frames-14b, teacher-forcing, gpt-oss-window (with sinks), "
-            "image-blocks or elements; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
+            help="teacher-forcing, documents, causal-frames, gpt-oss-window (with sinks), image-blocks, elements or "
+            "causal-frames-14b; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
         ),
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: the mask's own].")] = None,
@@ -235,7 +270,7 @@ def masks(
     rounds: commands.Rounds = 4,
     processes: Annotated[
         int | None,
-        typer.Option(help="That compile before anything is timed [default: one a case on a GPU, at most 8]."),
+        typer.Option(help="That compile before anything is timed [default: 12 on a GPU, of fewer cores fewer]."),
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Begin no mask that would end later.")] = None,
     device: commands.Device = "cuda",
@@ -251,6 +286,7 @@ def masks(
     from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.measure import MOST_PROCESSES
     from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, path_of, rows_of_others, save
     from sagebwd.dispatch import check_known
@@ -268,7 +304,7 @@ def masks(
         mask_cases.Case.of(kind, width, tokens) for width in head_dim or [None] for kind in mask or mask_cases.DEFAULT
     ]
     if processes is None:
-        processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
+        processes = min(MOST_PROCESSES, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
     facts = environment(device, commit) | commands.kernels(kernels_hash)
     kept = rows_of_others(
         path_of(facts, output, "masks"), facts, ("mask", "head_dim", "tokens"),
@@ -404,6 +440,7 @@ def _block_table(title: str, rows: list) -> Table:
 
 
 app.command()(step_command.step)
+app.command()(energy_command.energy)
 
 
 def main() -> None:

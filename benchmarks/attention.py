@@ -5,6 +5,8 @@ All are interleaved in rounds and compared by the median. Before a shape is time
 against the recipe's emulator (forward and gradients); a shape that fails prints FAILED and no figure. The baselines'
 are held against attention in FP64; one that is wrong at a shape is timed and marked, and nothing is compared with it.
 
+A load is steady, as in training, or bursts: calls behind a pause, on a cool GPU that waits for the host.
+
 TFLOPS count the useful work of `benchmarks.shapes.flops`: INT8 products at their full count, recomputation not at all.
 """
 
@@ -27,6 +29,7 @@ from benchmarks.baselines import DOES_NOT_RUN, Attention, candidates, refusal
 from benchmarks.correctness import Outcome, emulated, errors_of, gate, wrong_tensors
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
+from benchmarks.timer import time_bursts
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.auto.contenders import PEERS, TORCH
@@ -35,6 +38,7 @@ from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.environment import write_whole
 from sagebwd.explain import explain, explain_varlen
 from sagebwd.masks import kinds
+from sagebwd.masks.band import UNLIMITED
 from sagebwd.recipe import AUTO, FP8, Recipe
 from sagebwd.switches import switches
 
@@ -49,7 +53,7 @@ Key = tuple[str, str]
 """An implementation and a recipe, or a baseline and `BASELINE`."""
 
 
-CALL = "head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal"
+CALL = "head_dim", "value_dim", "heads", "kv_heads", "batch", "tokens", "lengths", "causal", "window"
 """Fields of a row that say which call it is of."""
 
 
@@ -78,7 +82,7 @@ class Measurement:
     tokens: int
     lengths: list[int] | None
     causal: bool
-    window: None
+    window: int | None
     direction: str
     scope: str
     ms: float | None
@@ -100,7 +104,7 @@ def call_of(shape: Shape) -> tuple:
     """`CALL` of a shape's rows."""
     lengths = list(shape.lengths) if isinstance(shape, Packed) else None
     widths, heads = (shape.head_dim, shape.value_dim), (shape.heads, shape.kv_heads)
-    return *widths, *heads, shape.batch, shape.tokens, lengths, shape.is_causal
+    return *widths, *heads, shape.batch, shape.tokens, lengths, shape.is_causal, shape.window
 
 
 def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None, int | None]:
@@ -135,26 +139,61 @@ def memory(attention: Attention, inputs: tuple[Tensor, ...]) -> tuple[int | None
 @torch._functorch.config.patch(donated_buffer=False)
 def measure_shape(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str = "cuda",
-    rounds: int = ROUNDS, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (),
+    rounds: int = ROUNDS, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (), bursts: bool = False,
     tell: Callable[[str, float], object] = lambda *_: None,
 ) -> list[Measurement]:  # fmt: skip
     """Rows of one shape: of each recipe in each implementation that runs it, of each low-bit peer, and each baseline.
 
     recipes: "auto" too. impls: None for each recipe's fastest. deterministic: also FP8 recipes, the only ones whose
     gradients do not repeat bit for bit, made to; such a row's recipe ends in `DETERMINISTIC`. low_bit_peers: of
-    `low_bit.PEERS`; one that does not take the shape has no rows. tell: is told what begins, and which share of the
-    shape's work is done.
+    `low_bit.PEERS`; one that does not take the shape has no rows. bursts: in a steady load's place. tell: is told
+    what begins, and which share of the shape's work is done.
 
     Raises NotImplementedError where none runs a recipe.
     """
-    dtype = torch.bfloat16
-    inputs = shape.inputs(device, dtype)
+    inputs = shape.inputs(device, torch.bfloat16)
+    checking = CHECKING[torch.device(device).type]
+    attentions, gates, refused, errors = checked(
+        shape, inputs, recipes, impls, device, deterministic=deterministic, low_bit_peers=low_bit_peers,
+        tell=lambda text, done: tell(text, checking * done),
+    )  # fmt: skip
+    times = _time_all(
+        attentions, gates, inputs, device, rounds, time_bursts if bursts else time_interleaved,
+        lambda text, done: tell(text, checking + 0.95 * (1 - checking) * done),
+    )  # fmt: skip
+    tell("measuring memory", 0.95 + 0.05 * checking)
+    used = {
+        key: memory(attention, inputs) if _has_backward(gates[key]) else (None, None)
+        for key, attention in attentions.items()
+    }
+    return [
+        _row(shape, key, direction, times, gates, refused, used, errors.get(key))
+        for key in attentions
+        for direction in DIRECTIONS
+    ]
+
+
+class Checked(NamedTuple):
+    """Attentions of a shape, what each one's gate of a direction says, who does not run and why, and errors."""
+
+    attentions: dict[Key, Attention]
+    gates: dict[Key, dict[str, str]]
+    refused: dict[str, str]
+    errors: dict[Key, dict[str, float]]
+
+
+def checked(
+    shape: Shape, inputs: tuple[Tensor, ...], recipes: Iterable[Recipe | str], impls: Iterable[str] | None,
+    device: str, *, deterministic: bool = False, low_bit_peers: Iterable[str] = (),
+    tell: Callable[[str, float], object] = lambda *_: None,
+) -> Checked:  # fmt: skip
+    """What `measure_shape` times, held against what it should compute. Raises NotImplementedError as it does."""
     attentions: dict[Key, Attention] = {}
     gates: dict[Key, dict[str, str]] = {}
     exact = emulated(shape, Recipe.named("full"), inputs, torch.float64)
-    found, checking = _ours(shape, recipes, impls, device, inputs), CHECKING[torch.device(device).type]
+    found = _ours(shape, recipes, impls, device, inputs)
     for number, ours in enumerate(found):
-        tell(f"checking {ours.text} ({ours.impl})", checking * number / (len(found) + 1))
+        tell(f"checking {ours.text} ({ours.impl})", number / (len(found) + 1))
         key = ours.impl, ours.text
         attentions[key] = ours.attention
         gates[key] = dict.fromkeys(DIRECTIONS, _our_gate(shape, ours, inputs, exact))
@@ -165,7 +204,7 @@ def measure_shape(
             key = ours.impl, ours.text
             attentions[key] = ours.attention
             gates[key] = dict.fromkeys(DIRECTIONS, _our_gate(shape, ours, inputs, exact))
-    tell("checking the baselines", checking * len(found) / (len(found) + 1))
+    tell("checking the baselines", len(found) / (len(found) + 1))
     errors: dict[Key, dict[str, float]] = {}
     refused: dict[str, str] = {}
     low_bit_attentions = low_bit.attentions(shape, low_bit_peers)
@@ -187,20 +226,7 @@ def measure_shape(
         attentions[name, BASELINE] = attention
         wrong = wrong_tensors(shape, attention, exact, inputs, backward=reason is None)
         gates[name, BASELINE] = _peer_gates(wrong, reason)
-    times = _time_all(
-        attentions, gates, inputs, device, rounds,
-        lambda text, done: tell(text, checking + 0.95 * (1 - checking) * done),
-    )  # fmt: skip
-    tell("measuring memory", 0.95 + 0.05 * checking)
-    used = {
-        key: memory(attention, inputs) if _has_backward(gates[key]) else (None, None)
-        for key, attention in attentions.items()
-    }
-    return [
-        _row(shape, key, direction, times, gates, refused, used, errors.get(key))
-        for key in attentions
-        for direction in DIRECTIONS
-    ]
+    return Checked(attentions, gates, refused, errors)
 
 
 class Ours(NamedTuple):
@@ -225,6 +251,8 @@ def attention_of(
         ends, longest = shape.offsets(device), shape.longest
         function = packed or sage_attention_varlen
         return lambda q, k, v: function(q, k, v, ends, ends, longest, longest, **settings)
+    if shape.window is not None:
+        settings["window"] = shape.window, UNLIMITED
     function = dense or sage_attention
     return lambda q, k, v: function(q, k, v, enable_gqa=shape.heads != shape.kv_heads, **settings)
 
@@ -233,7 +261,10 @@ def _ours(
     shape: Shape, recipes: Iterable[Recipe | str], impls: Iterable[str] | None, device: str,
     inputs: tuple[Tensor, ...],
 ) -> list[Ours]:  # fmt: skip
-    """Each recipe in each implementation that runs it. Raises NotImplementedError where none does."""
+    """Each recipe in each implementation that runs it; of a wide shape, of those recipes that any does.
+
+    Raises NotImplementedError where none does.
+    """
     kind = kinds.PACKED if isinstance(shape, Packed) else kinds.FULL
     found = []
     for recipe in map(Recipe.parse_or_auto, recipes):
@@ -250,6 +281,8 @@ def _ours(
                 choices.append(dispatch.choose(ask._replace(impl=impl)))
             except NotImplementedError as error:
                 refused = error
+        if not choices and shape.is_wide:
+            continue
         if not choices:
             raise refused
         for choice in choices:
@@ -289,6 +322,7 @@ def _time_all(
     inputs: tuple[Tensor, ...],
     device: str,
     rounds: int,
+    timed: Callable[..., dict[Key, tuple[float, float]]],
     tell: Callable[[str, float], object],
 ) -> dict[tuple[Key, str], tuple[float, float]]:
     *tensors, do = inputs
@@ -303,7 +337,7 @@ def _time_all(
             continue
         backward[key] = lambda out=out, leaves=leaves: torch.autograd.grad(out, leaves, do, retain_graph=True)
     forward, backward = (
-        time_interleaved(
+        timed(
             runs, device, rounds,
             tell=lambda done, name=name, index=index: tell(f"timing {name}", (index + done) / 2),
         )
@@ -327,7 +361,7 @@ def _row(
     found = gates[key][direction]
     peak, kept = used[key]
     return Measurement(
-        impl, recipe, *call_of(shape), None, direction, "end_to_end", ms, host_ms,
+        impl, recipe, *call_of(shape), direction, "end_to_end", ms, host_ms,
         None if ms is None else shape.flops(direction) / ms * 1e-9, best, right.get(best),
         None if best is None or found != "ok" else right[best] / ms, right.get("fa2"), right.get("cudnn"), found,
         refused | {name: found for name, found in peers.items() if found != "ok"}, peak, kept,

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from benchmarks import wide_baselines
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import block_masks
 from sagebwd.auto import torch_attention
-from sagebwd.dispatch import is_hopper
-from sagebwd.masks.band import UNLIMITED
+from sagebwd.dispatch import arch_of
+from sagebwd.masks.kinds import PACKED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -35,11 +36,15 @@ _MODULES = {FLASH_ATTENTION_4: "flash_attn.cute", FLASH_ATTENTION_3: "flash_attn
 def candidates(shape: Shape, device: str) -> dict[str, Attention]:
     """Those that are installed, whether they take the shape or not.
 
-    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, flex, fa4 and fa3; on a CPU "sdpa" alone, a sequence
-    at a time.
+    They are cudnn, fa2, fa4 and fa3, of packed sequences varlen, flex, fa4 and fa3, of a wide shape
+    those of `wide_baselines` beside fa4 and fa3; on a CPU "sdpa" alone, a sequence at a time.
     """
     if isinstance(shape, Packed):
         return _of_packed(shape, device)
+    if shape.is_wide:
+        flash = _flash_attentions() if device.startswith("cuda") else {}
+        dense = {name: _dense(module, shape) for name, module in flash.items()}
+        return wide_baselines.candidates(shape, device) | dense
 
     def sdpa(*backends: SDPBackend) -> Attention:
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,7 +90,7 @@ def reason_of(error: Exception) -> str:
 
 def may_claim_best(timed: set[str], device: str) -> bool:
     """Whether the best baseline that was timed is the best there is: on Hopper, with FlashAttention-4 and -3."""
-    return timed >= _MODULES.keys() or not is_hopper(torch.device(device))
+    return timed >= _MODULES.keys() or arch_of(torch.device(device)) != 90
 
 
 def _flash_attentions() -> dict[str, ModuleType]:
@@ -117,9 +122,8 @@ def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
     }  # fmt: skip
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        unlimited = UNLIMITED, UNLIMITED
-        call = q, k, v, (offsets, offsets), (longest, longest)
-        return torch_attention.packed(*call, shape.is_causal, unlimited, scale)
+        way = torch_attention.Way(PACKED, is_causal=shape.is_causal, longest=(longest, longest))
+        return torch_attention.run(way, scale, q, k, v, None, offsets, offsets)
 
     def theirs(module: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = module.flash_attn_varlen_func(q, k, v, **sequences, causal=shape.is_causal)

@@ -64,7 +64,7 @@ class Packed(Shape):
     ) -> Packed:  # fmt: skip
         """A causal call of such sequences."""
         lengths = tuple(lengths)
-        return Packed(head_dim, heads, kv_heads, 1, sum(lengths), True, value_dim, lengths, bound)
+        return Packed(head_dim, heads, kv_heads, 1, sum(lengths), True, value_dim, lengths=lengths, bound=bound)
 
     def __str__(self) -> str:
         count, least, most = len(self.lengths), min(self.lengths), max(self.lengths)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sagebwd.auto.model import widths_text
-from sagebwd.masks.band import Band
+from sagebwd.masks.band import UNLIMITED, Band
 
 WIDTHS = {str(width): (width, width) for width in (64, 72, 80, 96, 112, 128, 192)} | {
     "192/128": (192, 128),
-    "256": (256, 256),
+    **{str(width): (width, width) for width in (256, 288, 320, 384, 512)},
 }
 """The grid's (head_dim, value's head_dim), as the command line writes them."""
 DEFAULT_WIDTHS = ("64", "128")
@@ -22,6 +22,9 @@ TOTAL_TOKENS = 16384
 CPU_TOKENS = 1024
 """As many as a CPU gets in all, where the emulator runs: to try a command out takes seconds."""
 MODEL_WIDTH = 2048
+NVIDIA_TOKENS = (4096, 8192, 16384)
+WIDE = 256
+"""Beyond it no FlashAttention and not cuDNN runs: peers are torch's other backends and FlexAttention."""
 
 
 def flops(
@@ -58,7 +61,8 @@ def flops(
 class Shape:
     """One attention call: batch x heads x tokens x head_dim, query and key lengths equal.
 
-    value_dim: value's and the output's head_dim, the same as head_dim unless given.
+    value_dim: value's and the output's head_dim, the same as head_dim unless given. window: of a causal call, how many
+    keys before its own a query sees; None for all.
     """
 
     head_dim: int
@@ -68,6 +72,7 @@ class Shape:
     tokens: int
     is_causal: bool
     value_dim: int | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.value_dim is None:
@@ -80,14 +85,28 @@ class Shape:
         return f"D{widths_text(self.head_dim, self.value_dim)} H{heads}"
 
     def __str__(self) -> str:
-        return f"{self.name} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}"
+        return f"{self.name} B{self.batch} N{self.tokens} {'causal' if self.is_causal else 'no mask'}" + (
+            "" if self.window is None else f", window {self.window}"
+        )
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is beyond `WIDE`."""
+        return max(self.head_dim, self.value_dim) > WIDE
+
+    @property
+    def band(self) -> Band:
+        """Which keys a query sees."""
+        return Band.of(self.is_causal, UNLIMITED if self.window is None else self.window)
 
     def sequences(self) -> list[slice]:
         """The tokens that see each other: all."""
         return [slice(None)]
 
     def short(self) -> Shape:
-        """One batch of it, and few tokens."""
+        """One batch of it, and few tokens; a wide one itself, for whose lengths FlexAttention is compiled."""
+        if self.is_wide:
+            return self
         return replace(self, batch=1, tokens=min(self.tokens, 1024))
 
     def inputs(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -114,6 +133,7 @@ class Shape:
         return flops(
             self.batch, self.heads, self.tokens, self.tokens, self.head_dim, value_dim=self.value_dim,
             is_causal=self.is_causal, direction=direction,
+            window=None if self.window is None else (self.window, UNLIMITED),
         )  # fmt: skip
 
 
@@ -159,3 +179,33 @@ def special_shapes() -> list[Shape]:
     """Grouped heads of a language model, and a video transformer's block."""
     grouped = [Shape(128, 32, 8, max(1, TOTAL_TOKENS // n), n, True) for n in (4096, 16384)]
     return [*grouped, Shape(128, 24, 24, 1, 32760, False)]
+
+
+def nvidia_shapes(tokens: Iterable[int] | None = None, device: str = "cuda") -> list[Shape]:
+    """The shapes of NVIDIA's nightly tables, so that these can be laid beside ours: 64 heads on 8, batch 2, 128.
+
+    They are of `benchmark/attention_training` in cudnn-frontend. tokens: `NVIDIA_TOKENS` unless given, on a CPU few.
+    """
+    tokens = tokens or ((CPU_TOKENS,) if device == "cpu" else NVIDIA_TOKENS)
+    return [Shape(128, 64, 8, 2, n, is_causal) for is_causal in (False, True) for n in tokens]
+
+
+def wide_shapes(
+    widths: Iterable[str] = ("512", "384", "320", "288"), tokens: Iterable[int] | None = None, device: str = "cuda"
+) -> list[Shape]:  # fmt: skip
+    """Causal calls of 8 heads, with a window of 1024 keys, and with 8 heads on 2; batch x tokens as in the grid.
+
+    Args: tokens, 8192 of each and 4096 and 16384 of the first unless given.
+    """
+    total = min(CPU_TOKENS, TOTAL_TOKENS) if device == "cpu" else TOTAL_TOKENS
+    kinds = [(8, None), (8, 1024), (2, None)]
+    cases = [(kind, n) for n in tokens or [8192] for kind in kinds]
+    if not tokens and device != "cpu":
+        cases += [(kinds[0], n) for n in (4096, 16384)]
+    if device == "cpu":
+        cases = [(kind, n) for kind, n in dict.fromkeys((kind, min(n, total)) for kind, n in cases)]
+    return [
+        Shape(d, 8, kv_heads, max(1, total // n), n, True, e, window)
+        for (kv_heads, window), n in cases
+        for d, e in widths_of(widths)
+    ]

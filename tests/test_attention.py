@@ -314,7 +314,7 @@ def test_refused(change, error, message):
 
 def test_triton_on_a_cpu_names_the_way_out(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="impl='triton' needs a CUDA device, got cpu"):
+    with pytest.raises(ValueError, match=r"impl='triton' needs a GPU of compute capability 8\.0 or more, got cpu"):
         sage_attention(Q.bfloat16(), K.bfloat16(), V.bfloat16(), impl="triton")
 
 
@@ -396,14 +396,6 @@ def test_any_number_of_dimensions(shape, recipe):
         for a, e in zip(actual, call(*four[:3], do=four[3], recipe=recipe, **options)):
             assert torch.equal(a, e.reshape(shape))
     assert sage_attention(q, k, v, return_lse=True)[1].shape == shape[:-1]
-
-
-def test_three_dimensions_are_sdpas():
-    q, k, v = (torch.randn(n, 6, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
-    grouped = {"enable_gqa": True, "is_causal": True}
-    assert_close(sage_attention(q, k, v, **grouped, **FULL), F.scaled_dot_product_attention(q, k, v, **grouped))
-    keys = torch.randn(5, 4, 9, 8)
-    assert_close(sage_attention(q, keys, keys, **FULL), F.scaled_dot_product_attention(q, keys, keys))
 
 
 @pytest.mark.parametrize("recipe", ["full", "token", "paper", "mixed", "token(smooth_v=True)"])
@@ -515,18 +507,6 @@ def test_what_the_operator_has_no_rules_for_is_refused_by_name():
             sage_attention(nested, nested, nested)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace is not supported; use torch\.compile"):
         torch.jit.trace(lambda x: sage_attention(x, x, x, recipe="token"), q.detach())
-
-
-def test_a_saturated_softmax_is_for_full():
-    """As docs/limits.md says."""
-    q, k, v, do = (x.bfloat16() for x in draw(tokens=128))
-    for recipe, bounds in (("full", (0, 0.05)), ("token", (0.5, 2)), ("mixed", (0.5, 2)), ("paper", (0.5, 2))):
-        for scale, (least, most) in ((30.0, bounds), (None, (0, 0.1))):
-            exact, ours = (leaves(*(x.to(dtype) for x in (q, k, v))) for dtype in (torch.float64, torch.bfloat16))
-            F.scaled_dot_product_attention(*exact, scale=scale).backward(do.double())
-            sage_attention(*ours, scale=scale, recipe=recipe, impl="reference").backward(do)
-            for x, e in zip(ours[:2], exact[:2]):
-                assert least <= relative_l2(x.grad, e.grad) <= most, (recipe, scale)
 
 
 @pytest.mark.parametrize("dims", [3, 4])

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sagebwd import sage_attention, sage_attention_varlen
+from sagebwd import qk_norm_rope, qk_norm_rope_attention, sage_attention, sage_attention_varlen
 from tests.lab.training.runs import begin, finish
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
@@ -33,6 +33,7 @@ def outcome(attention, tensors, **options) -> list[Tensor]:
 def divided_by_two() -> None:
     """Outputs and gradients are those of the undivided call, whole again; what is not covered is refused."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.experimental import implicit_replication
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -82,6 +83,19 @@ def divided_by_two() -> None:
     for tensors, more in refused.values():
         with pytest.raises(NotImplementedError, match="a DTensor is not supported here; accepted: query, key and"):
             sage_attention(*tensors, enable_gqa=True, recipe="token", **more)
+    plain = {"q_weight": drawn(16), "eps": 1e-6, "cos": drawn(TOKENS, 16), "sin": drawn(TOKENS, 16)}
+    fused = {n: distribute_tensor(x, mesh, [Replicate()]) if torch.is_tensor(x) else x for n, x in plain.items()}
+    for name in ("q_weight", "cos", "sin", "position_ids"):  # regression: an error of torch's, which named none
+        given = fused | {name: plain.get(name, torch.arange(TOKENS))}
+        with pytest.raises(TypeError, match=rf"{name}: a plain tensor beside .*give distribute_tensor\({name}, qu"):
+            qk_norm_rope_attention(*by_heads, enable_gqa=True, **given)
+    with implicit_replication():
+        qk_norm_rope_attention(*by_heads, enable_gqa=True, **plain)
+    with pytest.raises(TypeError, match=r"q_weight: a DTensor beside query, which is none; give q_weight.full_tensor"):
+        qk_norm_rope(q, k, **fused)
+    for attention in (sage_attention, qk_norm_rope_attention):
+        with pytest.raises(TypeError, match="value: a plain tensor beside query"):
+            attention(*by_heads[:2], v, enable_gqa=True)
     with pytest.raises(TypeError, match="dropout_p=False must be a number"):
         sage_attention(*by_heads, dropout_p=False, enable_gqa=True, recipe="token")
     dist.destroy_process_group()

@@ -1,31 +1,24 @@
 """dP in INT8: what its steps cancel, in every form of a call; who runs it; how good it is."""
 
 import itertools
-import json
 import math
-import statistics
-from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from lab.studies import int8_dp
 from sagebwd import dispatch, sage_attention, sage_attention_varlen
 from sagebwd.call import Ask
-from sagebwd.diagnostics import capture
 from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.recipe import RECIPES, Recipe
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
-from tests.diagnostics.test_trace import random_call
 from tests.inputs import draw
 from tests.test_sinks import FORMS, TOKENS, exact, inputs
 
 # every product exact in FP64 but dP's
 ALONE = "full(dp=int8, rotate=True)"
-DOCS = Path(__file__).parent.parent / "docs"
 KEPT = torch.arange(TOKENS) >= torch.tensor([[5], [20]])
 
 
@@ -151,106 +144,6 @@ def test_sixteen_bit_inputs_are_as_good(recipe, dtype):
         assert relative_l2(with_it[2], wanted[2]) < 1.05 * relative_l2(without[2], wanted[2])
     else:
         assert torch.equal(with_it[2], without[2])  # dV has no dP
-
-
-def test_the_studys_steps_together_are_the_recipe():
-    ((_, *sample),) = int8_dp.drawn(["outliers"], 150, (32, 32), 1)
-    tensors, scale, band = sample
-    for recipe in ("token", "mixed"):
-        steps = int8_dp.outputs(tensors, Recipe.named(recipe), scale, band, int8_dp.DP_STEPS)
-        found = int8_dp.outputs(tensors, Recipe.parse(f"{recipe}(dp=int8)"), scale, band)
-        assert all(torch.equal(steps[name], found[name]) for name in found)
-
-
-def errors_of_ds(kind, *steps):
-    """By steps, the error of dS under `mixed`, of 256 tokens."""
-    rows = int8_dp.measure("steps", int8_dp.drawn([kind], 256, (64, 64), 1), ["mixed"])
-    found = {row["step"]: row["errors"]["ds"] for row in rows}
-    return [found[step][0] for step in steps]
-
-
-def test_why_it_fails_done_plainly_and_what_mends_it():
-    """Beside a sink a scale for 128 keys, and values with what they share, drown dS; with outliers the rest does."""
-    best, tokens, mean, none, sixteen = errors_of_ds(
-        "sink at 0", "all four", "without: token scales", "without: mean of O", "none", "dP in 16 bit"
-    )
-    assert best < 1.2 * sixteen
-    assert min(tokens, mean) > 2 * best
-    assert none > 10 * best
-    best, rotation, alone = errors_of_ds("outliers", "all four", "without: rotation", "scales a token alone")
-    assert rotation > 1.05 * best
-    assert alone > 2 * best
-
-
-def test_the_command(tmp_path, capsys):
-    path = tmp_path / "found.json"
-    given = ["--tokens", "64", "--seeds", "1", "--head-dim", "24/16", "--kind", "sink at 3", "--recipe", "token"]
-    int8_dp.main(["recipes", str(path), *given])
-    printed = capsys.readouterr().out
-    int8_dp.main(["show", str(path)])
-    assert capsys.readouterr().out == printed
-    assert "| sink at 3 | `token` |" in printed
-    capture.save([random_call(tokens=70, is_causal=True, window=(20, 0))], tmp_path / "heads.safetensors")
-    load = f"trained={tmp_path / 'heads.safetensors'}"
-    int8_dp.main(["steps", str(path), "--seeds", "0", "--load", load, "--recipe", "mixed"])
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["step"] for row in rows] == list(int8_dp.STEPS)
-    assert all(len(row["errors"]["ds"]) == 4 for row in rows)
-    for wrong in (["--kind", "sink"], ["--load", "file"], ["--head-dim", "wide"]):
-        with pytest.raises(SystemExit):
-            int8_dp.main(["recipes", *wrong])
-
-
-def test_the_figure_draws_committed_errors(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    files = [DOCS / "results" / f"int8_dp_{name}.json" for name in ("steps", "steps_smollm2")]
-    path = tmp_path / "folder" / "steps.png"
-    int8_dp.main(["figure", *map(str, files), "--output", str(path)])
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{path}\n"
-    for wrong in ([files[0]], [files[0].with_name("int8_dp_64.json"), "--output", path], ["--output", path]):
-        with pytest.raises(SystemExit):
-            int8_dp.main(["figure", *map(str, wrong)])
-
-
-def test_the_figure_has_a_mark_and_a_bar_for_each_recipe_and_step():
-    """Marks at medians and bars that end at the largest errors of dS, of the two recipes of a kind."""
-    pytest.importorskip("matplotlib")
-    import matplotlib.pyplot as plt
-
-    rows = json.loads((DOCS / "results" / "int8_dp_steps_smollm2.json").read_text(encoding="utf-8"))["rows"]
-    (axis,) = int8_dp.figure(rows).axes
-    steps = [int8_dp.IN_WORDS[step] for step in int8_dp.STEPS]
-    assert sorted(steps) == sorted(text.get_text() for text in axis.get_yticklabels())
-    marks = {line.get_label(): line.get_xdata() for line in axis.lines}
-    ends = [end for lines in axis.collections for _, (end, _) in lines.get_segments()]
-    for recipe in ("mixed", "token(first_keys=16)"):
-        errors = [row["errors"]["ds"] for row in rows if row["recipe"] == recipe]
-        assert list(marks[recipe]) == [statistics.median(of) for of in errors]
-        assert all(max(of) in ends for of in errors)
-    plt.close("all")
-
-
-MIXED_AND_TOKEN = ("mixed", "mixed(dp=int8)", "token", "token(dp=int8)")
-APART = ("mixed", "mixed(dp=int8)", "token(first_keys=16)", "token(first_keys=16, dp=int8)")
-# page, file, kinds and recipes of the tables in pages
-TABLES = (
-    ("results/int8-dp.md", "int8_dp_64.json", ("gaussian", "outliers", "sink at 0"), MIXED_AND_TOKEN),
-    ("results/int8-dp.md", "int8_dp_64.json", ("sink at 1", "sink at 5"), APART),
-    ("results/int8-dp.md", "int8_dp_smollm2.json", ("real",), (*MIXED_AND_TOKEN, "paper")),
-    ("results/int8-dp.md", "int8_dp_steps.json", ("outliers", "sink at 0"), ("mixed",)),
-    (
-        "sinks.md", "int8_dp_64.json", tuple(f"sink at {place}" for place in (1, 5, 40)),
-        ("token", "token(first_keys=16)"),
-    ),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("page", "file", "kinds", "recipes"), TABLES)
-def test_pages_have_the_commands_tables(page, file, kinds, recipes, capsys):
-    options = [x for name, each in (("--kind", kinds), ("--recipe", recipes)) for one in each for x in (name, one)]
-    int8_dp.main(["show", str(DOCS / "results" / file), *options])
-    assert capsys.readouterr().out.strip() in (DOCS / page).read_text(encoding="utf-8")
 
 
 def test_a_gradient_of_lse_costs_other_queries_nothing():

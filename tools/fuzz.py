@@ -24,10 +24,10 @@ from multiprocessing.sharedctypes import Synchronized
 import torch
 from torch import Tensor
 
+from benchmarks.conformance import emulator_error, moved, violation
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, INT8
-from sagebwd.reference.conformance import emulator_error, moved, violation
 from tests.inputs import KINDS, draw
 from tests.masks import KINDS as MASKS
 from tests.masks import MODS

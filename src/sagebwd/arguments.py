@@ -43,7 +43,7 @@ def choice_of(
         checks.kind(*(call[name] for name in ("query", "key", "value", "sinks")))
         names = "query", "key", "value", "attn_mask"
         four = in_four_dimensions(*(call[name] for name in (*names, "enable_gqa")))
-        checked = arguments_of(**(call if four is None else call | dict(zip(names, four[3:]))))
+        checked = arguments_of(**(call if four is None else call | dict(zip(names, four[3:]))), card=card)
     if card is not None:
         checked = checked._replace(ask=checked.ask._replace(device=torch.device("cuda")))
     return checked.choice(card), checked
@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
     """A call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
     elements: of attn_mask in four dimensions. offsets: of packed sequences. lengths: tokens of the longest sequence,
-    queries and keys. way: how torch takes a dense call; size: its size, where others may run it. max_logits: whether
+    queries and keys. way: how torch takes it; size: its size, where others may run it. max_logits: whether
     the heads' largest logits are wanted.
     """
 
@@ -91,10 +91,11 @@ def arguments_of(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, block_mask: BlockMask | Mask | None, window: tuple[int, int] | None,
     sinks: Tensor | None, recipe: str | Recipe, impl: str | None, return_lse: bool, return_max_logits: bool,
+    card: str | None = None,
 ) -> Arguments:  # fmt: skip
-    """A call of `sage_attention` in four dimensions; raises as that."""
+    """A call of `sage_attention` in four dimensions; raises as that. card: as of `autocast`."""
     checks.options(impl, enable_gqa=enable_gqa, return_lse=return_lse, return_max_logits=return_max_logits)
-    query, key, value = autocast(query, key, value)
+    query, key, value = autocast(query, key, value, card=card)
     checks.shapes(query, key, value, 4, "(batch, heads, tokens, head_dim)")
     if key.shape[0] != query.shape[0]:
         raise ValueError(f"key: batch {key.shape[0]} differs from query's {query.shape[0]}; they must be equal")
@@ -133,7 +134,7 @@ def packed_arguments_of(
     """A call of `sage_attention_varlen`; raises as that. card: where one is named, tensors count as on a GPU."""
     checks.options(impl, return_lse=return_lse, return_max_logits=return_max_logits)
     checks.kind(query, key, value, sinks)
-    query, key, value = autocast(query, key, value)
+    query, key, value = autocast(query, key, value, card=card)
     checks.shapes(query, key, value, 3, "(total_tokens, heads, head_dim)")
     checks.heads(query.shape[1], key.shape[1], enable_gqa=True)
     checks.sinks(sinks, query)
@@ -143,6 +144,7 @@ def packed_arguments_of(
     checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
+    way = Way(PACKED, is_causal=is_causal, longest=lengths, window=window)
     more = return_lse or return_max_logits or sinks is not None
     if (query.is_cuda or card is not None) and _may_hand_over(ask, query, key, more):
         grouped = False
@@ -153,7 +155,7 @@ def packed_arguments_of(
         means = [-(-x.shape[0] // count) for x in (query, key)]  # at least 1, where most sequences have no token
         longest = lengths[1] if is_known(lengths[1] >= means[1]) else 0
         size = Size(*means, *heads, by_torch=by_torch, longest=longest)
-    settings = lengths, is_causal, scale, window, ask, size, None, return_max_logits
+    settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
     return Arguments(query, key, value, None, offsets, *settings)
 
 
@@ -210,9 +212,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype, where autocast is on: rotary embeddings and norms leave q and k in FP32."""
-    dtype = autocast_dtype(tensors[0].device)
+def autocast(*tensors: Tensor, card: str | None = None) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype, where autocast is on: rotary embeddings and norms leave q and k in FP32.
+
+    card: where one is named, CUDA's autocast counts, or the CPU's: without a GPU torch leaves CUDA's off.
+    """
+    if card is None:
+        dtype = autocast_dtype(tensors[0].device)
+    else:
+        dtype = autocast_dtype(torch.device("cuda")) or autocast_dtype(torch.device("cpu"))
     if dtype is None:
         return tensors
     castable = (torch.bfloat16, torch.float16, torch.float32)

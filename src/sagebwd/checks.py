@@ -67,6 +67,18 @@ def refuse_divided() -> None:
         )
 
 
+def tensor(name: str, x: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def same_device(name: str, x: Tensor, device: torch.device, whose: str = "query's", instead: str = "") -> None:
+    """Raises ValueError for a tensor on another device than ``whose``; instead: the way out."""
+    if x.device != device:
+        raise ValueError(f"{name}: device {x.device} differs from {whose} {device}{instead}")
+
+
 def are_tensors(*given: object) -> bool:
     """Whether all are tensors."""
     return all(isinstance(x, Tensor) for x in given)
@@ -118,15 +130,15 @@ def _index(x: object) -> int | None:
 def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> None:
     """Raises for what is no plain tensor, and for transforms that the operator has no rules for."""
     given = {"query": query, "key": key, "value": value} | ({} if sinks is None else {"sinks": sinks})
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.is_nested:
+    for name, x in given.items():
+        tensor(name, x)
+        if x.is_nested:
             raise NotImplementedError(
                 f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
                 f"{_SDPA}"
             )
-        strided(name, tensor)
+        strided(name, x)
+    alike(query=query, key=key, value=value)
     refuse_divided()
     if torch.compiler.is_compiling():
         return
@@ -134,7 +146,7 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
     refuse_forward_mode(given.items())
     transforms = torch._C._functorch.get_interpreter_stack() or ()
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
         raise NotImplementedError(
             f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
@@ -171,6 +183,28 @@ def refuse_distributed(**given: Tensor | None) -> None:
             )
 
 
+def alike(**given: object) -> None:
+    """Raises TypeError for a tensor beside a DTensor, and the reverse, of which torch's own error names no argument.
+
+    Not inside torch's ``implicit_replication``, which takes each tensor for one that all processes have.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or torch.compiler.is_compiling():
+        return
+    if getattr(module.DTensor._op_dispatcher, "_allow_implicit_replication", False):
+        return
+    first, *others = [(name, isinstance(x, module.DTensor)) for name, x in given.items() if isinstance(x, Tensor)]
+    for name, distributed in others:
+        if distributed and not first[1]:
+            raise TypeError(f"{name}: a DTensor beside {first[0]}, which is none; give {name}.full_tensor()")
+        if not distributed and first[1]:
+            mesh = f"{first[0]}.device_mesh"
+            raise TypeError(
+                f"{name}: a plain tensor beside {first[0]}, a DTensor; give distribute_tensor({name}, {mesh}, "
+                f"[Replicate()] * {mesh}.ndim), both of torch.distributed.tensor, or placed otherwise"
+            )
+
+
 def strided(name: str, tensor: Tensor) -> None:
     """Raises NotImplementedError for a tensor without strides, as sparse and nested ones are."""
     if tensor.is_nested:
@@ -192,8 +226,7 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
             )
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}")
+        same_device(name, tensor, query.device)
         if tensor.shape[-1] == 0:
             _refuse_head_dim(name, tensor)
     if key.shape[-1] != query.shape[-1]:
@@ -265,8 +298,7 @@ def sinks(given: Tensor | None, query: Tensor) -> None:
         raise ValueError(
             f"sinks: expected shape ({query.shape[1]},), one logit a query head, got {tuple(given.shape)}"
         )
-    if given.device != query.device:
-        raise ValueError(f"sinks: device {given.device} differs from query's {query.device}")
+    same_device("sinks", given, query.device)
 
 
 def refuse_beside(only_torch: str, **given: object) -> None:
@@ -322,10 +354,7 @@ def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
         )
     if not offsets.is_contiguous():
         raise ValueError(f"{name}: expected offsets side by side, got stride {offsets.stride(0)}; pass .contiguous()")
-    if offsets.device != device:
-        raise ValueError(
-            f"{name}: device {offsets.device} differs from query's {device}; pass {name}.to(query.device)"
-        )
+    same_device(name, offsets, device, instead=f"; pass {name}.to(query.device)")
 
 
 def packing_values(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -> None:

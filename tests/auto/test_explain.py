@@ -12,6 +12,7 @@ import sagebwd
 from sagebwd import arguments, counts, dispatch, sage_attention, switches
 from sagebwd.auto import agreement, model
 from sagebwd.auto import choice as auto_choice
+from sagebwd.auto.choice import choose
 from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
@@ -112,6 +113,26 @@ def test_a_card_answers_where_it_is_not(device):
     assert "4096 tokens, packed at head_dim 128, forward" in found.why or "torch has nothing" in found.why
     with pytest.raises(ValueError, match=r"GTX 970. was not timed; accepted: .NVIDIA H100 80GB HBM3., .NVIDIA H"):
         sagebwd.explain(q, q, q, device="GTX 970")
+
+
+def test_on_a_card_that_is_not_here_autocast_counts(monkeypatch):
+    """Regression: of tensors on meta none did, and of a CPU's not CUDA's, so that FP32 was refused."""
+    asked = []
+    monkeypatch.setattr(auto_choice, "choose", lambda ask, *rest: asked.append(ask) or choose(ask, *rest))
+    x, packed = torch.empty(1, 2, 64, 64), torch.empty(64, 2, 64)
+    offsets = torch.tensor([0, 64], dtype=torch.int32)
+
+    def dtypes(device):
+        asked.clear()
+        sagebwd.explain(*(x.to(device),) * 3, device="NVIDIA H200")
+        lengths = (offsets.to(device),) * 2
+        sagebwd.explain_varlen(*(packed.to(device),) * 3, *lengths, 64, 64, device="NVIDIA H200")
+        return {ask.dtype for ask in asked}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dtypes("meta") == dtypes("cpu") == {torch.bfloat16}
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
+    assert dtypes("meta") == dtypes("cpu") == {torch.get_autocast_dtype("cuda")}
 
 
 def test_a_card_that_is_not_here_may_have_peers(monkeypatch):

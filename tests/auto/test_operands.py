@@ -16,6 +16,7 @@ from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import operands, peers, torch_attention
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, PEERS, TORCH
 from sagebwd.cache import PLANS
+from sagebwd.masks.kinds import PACKED
 from sagebwd.reference.metrics import relative_l2
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -180,7 +181,25 @@ def test_a_trace_copies_what_is_elsewhere(monkeypatch):
         lambda q, k, v: torch.cat([attention(off_in_graph(q), k, off_in_graph(v)), q[..., :1]], -1), q, k, v
     )
     assert forward.count("sagebwd.moved.default") == 2
-    assert backward.count("sagebwd.moved.default") == 1, "of dO, a slice of rows of 17"
+    assert backward.count("sagebwd.strided.default") == 1, "of dO, a slice of rows of 17"
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_a_trace_gives_do_the_strides_of_o(guessed, monkeypatch):
+    """AOTAutograd has it contiguous, or guessed as the output lies; cuDNN may keep its plan for other strides."""
+    monkeypatch.setattr(operands, "ANYWHERE", ())
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 4, 12, DIM))
+
+    def attention(q, k, v):
+        return operands.traced(lambda q, k, v: heads_side_by_side(q * k * v), q, k, v, factor=None)
+
+    with torch._functorch.config.patch(guess_tangent_strides_as_outputs=guessed):
+        graphs = graphs_of(attention, q, k, v)
+    assert [calls.count("sagebwd.strided.default") for calls in graphs] == [0, not guessed]
+
+
+def heads_side_by_side(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def off_in_graph(x):
@@ -194,9 +213,9 @@ def test_packed_calls_have_a_scale_over_0(scale, monkeypatch):
         "torch.nn.attention.varlen.varlen_attn", lambda q, *_, scale, **options: given.append((q, scale)) or q
     )
     q, offsets = torch.randn(20, 4, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
-    more = (12, 12), True, (-1, -1), scale
-    torch_attention.packed(q, q, q, (offsets, offsets), *more)
-    torch_attention.settled_packed(TORCH, q, q, *more, None)(q, q, q, None, offsets, offsets)
+    way = torch_attention.Way(PACKED, is_causal=True, longest=(12, 12))
+    torch_attention.run(way, scale, q, q, q, None, offsets, offsets)
+    torch_attention.settled(TORCH, way, q, q, q, None, scale, None)(q, q, q, None, offsets, offsets)
     for found, positive in given:
         assert positive > 0
         torch.testing.assert_close(found * positive, q * scale)
@@ -286,3 +305,18 @@ def test_compiled_calls_are_right_wherever_operands_lie_on_a_gpu(backend, by):
             out = compiled(*leaves, more, enable_gqa=True)
             found = torch.autograd.grad(out, leaves, torch.cat([drawn[3], more], -1))
         compare([out[..., :-1], *found], exact, name)
+
+
+@pytest.mark.parametrize("backend", [pytest.param(x, marks=on_a_gpu) for x in ("inductor", "aot_eager")])
+@pytest.mark.parametrize("form", [partial(pitched, more=4), heads_side_by_side, torch.clone])
+def test_a_compiled_call_is_right_after_one_by_a_plan_for_other_strides_on_a_gpu(backend, form, by):
+    """Regression: by cuDNN, whose plan is of the first call, gradients were 1.4 times their norm off."""
+    by(TORCH)
+    q, k, v, do = draw(448, 256, torch.bfloat16, "cuda")
+    exact = outcome((q, k, v), do, recipe="full")
+    q = heads_side_by_side(q)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        compare(outcome((q, k, v), do), exact, "planned")
+        torch._dynamo.reset()
+        compiled = torch.compile(sage_attention, fullgraph=True, backend=backend)
+        compare(outcome((q, k, v), form(do), compiled), exact, "compiled")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sagebwd
-from sagebwd import arguments, counts, dispatch, replace_sdpa, sage_attention, sage_attention_varlen
+from sagebwd import arguments, counts, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import peers, torch_attention
 from sagebwd.auto.contenders import FA3, FA4, TORCH
@@ -126,24 +126,6 @@ def test_the_fastest_that_is_installed_runs(measured, install):
     assert runs() == TORCH
     measured[:] = [times(SLOWER)]
     assert runs() == TORCH, "who was not timed is not chosen"
-
-
-def test_a_margin_is_kept_for_full_precision(measured, install):
-    install(FA4)
-    of = Size(4096, 4096, 33, 33)  # whole waves of tiles
-    measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.02)})]
-    assert runs(of=of) == FA4
-    measured[:] = [times((0, 0, 0, 1), **{FA4: (0, 0, 0, 1.04)})]
-    assert runs(of=of) is None
-
-
-def test_who_ran_on_other_kernels_leaves_the_rest_to_be_compared(measured, install, monkeypatch):
-    """Without the extra low precision has no times, and the fastest of the others runs."""
-    install(FA4)
-    measured += [times(FASTER, **{FA4: BETTER})]
-    monkeypatch.setattr(dispatch, "missing", lambda row: "nvidia-cutlass-dsl is not installed")
-    dispatch._choose.cache_clear()
-    assert runs() == FA4
 
 
 def test_backends_of_torch_are_held_apart(measured):
@@ -275,8 +257,9 @@ def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, m
     sage_attention(q, k, v, enable_gqa=True, window=(5, 3), is_causal=True)
     assert [(call["causal"], call["window"]) for call in calls] == [(False, (5, 3)), (True, (5, 0))]
     packed, offsets = torch.randn(20, 4, 128).bfloat16(), torch.tensor([0, 8, 20], dtype=torch.int32)
-    run = torch_attention.settled_packed(FA4, packed, packed, (12, 12), True, (-1, -1), 0.3, None)
-    assert torch.equal(run(packed, packed[:, :2], packed[:, :2], None, offsets, offsets), packed)
+    way, kv = torch_attention.Way(PACKED, is_causal=True, longest=(12, 12)), packed[:, :2]
+    run = torch_attention.settled(FA4, way, packed, kv, kv, None, 0.3, None)
+    assert torch.equal(run(packed, kv, kv, None, offsets, offsets), packed)
     assert calls[-1].pop("cu_seqlens_q") is calls[-1].pop("cu_seqlens_k")
     assert calls[-1] == {
         "softmax_scale": 0.3, "causal": True, "window_size": (None, None), "max_seqlen_q": 12, "max_seqlen_k": 12,
@@ -424,14 +407,6 @@ def test_no_peer_runs_where_gradients_are_to_repeat_or_without_a_plan(measured, 
     assert len(calls) == 1
 
 
-def test_the_patch_of_torchs_function_runs_a_peer(measured, install, on_cpu):
-    calls = install(FA4)
-    measured += [times(SLOWER, direction=TRAINING, **{FA4: BEST})]
-    with replace_sdpa() as sdpa:
-        F.scaled_dot_product_attention(*draw(), is_causal=True, enable_gqa=True)
-    assert (sdpa.counts["replaced"], len(calls)) == (1, 1)
-
-
 def test_explain_names_who_runs_and_why_others_do_not(measured, install, on_cpu, monkeypatch):
     monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
     install(FA4)
@@ -505,12 +480,6 @@ def test_a_peer_gets_a_scale_over_0(scale, refuses, measured, install, on_cpu):
     found, wanted = (torch.autograd.grad(x.float().sin().sum(), tensors) for x in (out, exact))
     for one, other in zip((out, *found), (exact, *wanted)):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
-
-
-def test_which_peers_there_are_is_a_fact_of_a_rank(measured, install):
-    assert auto_choice.facts_of(ASK.device)["peers"] == "none"
-    install(FA3), install(FA4)
-    assert auto_choice.facts_of(ASK.device)["peers"] == "fa4, fa3"
 
 
 def test_torchs_order_of_backends_is_as_it_was(monkeypatch):

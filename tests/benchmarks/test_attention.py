@@ -1,11 +1,7 @@
 """python -m benchmarks attention: shapes, peers, gates, and what is timed."""
 
-import csv
 import io
-import itertools
-import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,16 +12,13 @@ from benchmarks import baselines
 from benchmarks.__main__ import _attention_table
 from benchmarks.baselines import available
 from benchmarks.correctness import emulated, gate, wrong_tensors
-from benchmarks.plot import plot_attention
-from benchmarks.shapes import Shape, flops, special_shapes, standard_grid
+from benchmarks.shapes import Shape, flops
 from sagebwd import Recipe, sage_attention
-from sagebwd.cli import results, timer
-from sagebwd.switches import current
+from sagebwd.cli import timer
 from tests.forward_alone import ERROR, forward_alone
 from tests.scaled import scaled
 
 SHAPE = Shape(head_dim=16, heads=4, kv_heads=2, batch=2, tokens=100, is_causal=True)
-GRID_SHAPE = Shape(head_dim=64, heads=32, kv_heads=32, batch=1, tokens=64, is_causal=False)
 
 
 @pytest.mark.rounding
@@ -60,18 +53,6 @@ def test_the_deterministic_mode_beside_the_default():
 
 
 @pytest.mark.rounding
-def test_the_deterministic_mode_itself_is_deterministic(monkeypatch):
-    seen = []
-    monkeypatch.setattr(bench, "sage_attention", lambda *_, **__: seen.append(current.deterministic))
-    monkeypatch.setattr(bench, "gate", lambda shape, attention, recipe, inputs: attention(*inputs[:3]) or "FAILED")
-    monkeypatch.setattr(bench, "candidates", lambda shape, device: {})
-    monkeypatch.setattr(bench, "memory", lambda attention, inputs: (None, None))
-    bench.measure_shape(SHAPE, ["mixed"], ["reference"], "cpu", deterministic=True)
-    assert seen == [False, True]
-    assert not current.deterministic
-
-
-@pytest.mark.rounding
 def test_a_red_gate_prints_no_figure(monkeypatch):
     real = sage_attention
     monkeypatch.setattr(bench, "sage_attention", lambda *x, **arguments: 1.05 * real(*x, **arguments))
@@ -99,6 +80,15 @@ def timed(monkeypatch, **ms):
 
 
 @pytest.mark.rounding
+def test_bursts_take_the_place_of_a_steady_load(monkeypatch):
+    timed(monkeypatch)
+    monkeypatch.setattr(bench, "time_bursts", lambda runs, device, rounds, tell: dict.fromkeys(runs, (7.0, 3.0)))
+    for bursts, ms in ((False, 1000.0), (True, 7.0)):
+        rows = bench.measure_shape(SHAPE, ["token"], ["reference"], "cpu", rounds=1, bursts=bursts)
+        assert {row.ms for row in rows} == {ms, 2 * ms}
+
+
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     ("factors", "where"), [({"dq": 2.06}, ("bwd", "fwd+bwd")), ({"o": 2.06}, bench.DIRECTIONS)], ids=("dq", "o")
 )
@@ -123,30 +113,6 @@ def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, whe
 
 
 @pytest.mark.rounding
-def test_a_shape_whose_peers_are_all_wrong_has_no_best(monkeypatch):
-    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
-    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"sdpa": scaled(sdpa, dq=2.0)})
-    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
-    best = {row.direction: (row.peer, row.speedup) for row in rows if row.recipe == "token"}
-    assert best["fwd"][0] == "sdpa"
-    assert best["bwd"] == best["fwd+bwd"] == (None, None)
-    assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "peer") is None
-
-
-@pytest.mark.rounding
-def test_a_peer_that_does_not_run_is_named(monkeypatch):
-    def refuses(*_):
-        raise AssertionError("head_dim must be 64\nand more")
-
-    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
-    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa4": refuses, "sdpa": sdpa})
-    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
-    assert {row.impl for row in rows} == {"reference", "sdpa"}
-    reason = "does not run: AssertionError: head_dim must be 64"
-    assert all(row.peer_gates == {"fa4": reason} for row in rows)
-
-
-@pytest.mark.rounding
 def test_a_peer_without_backward_is_compared_with_in_forward(monkeypatch):
     sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
     monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa3": forward_alone, "sdpa": sdpa})
@@ -165,35 +131,6 @@ def test_a_peer_without_backward_is_compared_with_in_forward(monkeypatch):
     assert printed.getvalue().count("does not run") == 2
 
 
-@pytest.mark.rounding
-def test_a_forward_that_is_wrong_is_not_compared_with(monkeypatch):
-    """Of a peer without backward too."""
-    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
-    wrong = {"fa3": lambda *x: 1.2 * forward_alone(*x), "sdpa": sdpa}
-    monkeypatch.setattr(bench, "candidates", lambda shape, device: wrong)
-    rows = bench.measure_shape(SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
-    assert {row.peer for row in rows} == {"sdpa"}
-    assert rows[0].peer_gates["fa3"].startswith("wrong: o ")
-
-
-@pytest.mark.rounding
-def test_a_value_of_another_width():
-    shape = Shape(24, 2, 2, 1, 64, True, value_dim=16)
-    for recipe in ("token", "mixed", "full"):
-        rows = bench.measure_shape(shape, [recipe], None, device="cpu", rounds=1)
-        assert {row.gate for row in rows} == {"ok"}
-        assert {(row.head_dim, row.value_dim) for row in rows} == {(24, 16)}
-
-
-@pytest.mark.rounding
-def test_interleaving_takes_turns():
-    order = []
-    timer.time_interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, "cpu", rounds=3)
-    switches = sum(x != y for x, y in itertools.pairwise(order))
-    assert switches >= 2 * 3 - 1
-    assert set(order) == {"a", "b"}
-
-
 def test_rounds_are_in_other_orders_the_same_in_every_call(monkeypatch):
     """Regression: `auto`, behind the same run in each round, took up to a tenth longer than what it hands over to."""
     monkeypatch.setattr(timer, "_stopwatch", lambda device: lambda run, n: (run(), (100.0, 1.0))[1])
@@ -210,68 +147,16 @@ def test_rounds_are_in_other_orders_the_same_in_every_call(monkeypatch):
     assert len(before_d) > 1
 
 
-@pytest.mark.rounding
-def test_each_runs_untimed_before_it_is_timed_on_a_gpu(monkeypatch):
-    runs = []
-    monkeypatch.setattr(timer, "_stopwatch", lambda device: lambda run, n: (runs.append(n), (2.0, 1.0))[1])
-    times = timer.time_interleaved({"a": lambda: None}, "cuda", rounds=2)
-    timed = timer.ROUND_MS / 2.0
-    assert runs == [2, 2, *[timed * timer.LEAD_MS / timer.ROUND_MS, timed] * 2]
-    assert times == {"a": (2.0, 1.0)}
-
-
-def test_of_contenders_who_is_slow_runs_once(monkeypatch):
+def test_of_contenders_who_is_slow_runs_alone(monkeypatch):
     """But not for a host's hiccup in a small call."""
     once = {"a": 2.0, "b": 7.0, "c": 5.0}
-    monkeypatch.setattr(timer, "_once", lambda run, device: once[run()])
+    monkeypatch.setattr(timer, "_alone", lambda run, device: once[run()])
     monkeypatch.setattr(timer, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, (1.0, 0.5)))
     runs = {name: lambda name=name: name for name in once}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == {"a": (1.0, 0.5), "c": (1.0, 0.5), "b": (7.0, None)}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0, always="b") == dict.fromkeys(runs, (1.0, 0.5))
     once |= {"a": 0.02, "b": 0.9, "c": 0.03}
     assert timer.time_contenders(runs, "cpu", 1, 1.0, 1.0) == dict.fromkeys(runs, (1.0, 0.5))
-
-
-@pytest.mark.rounding
-def test_results_are_saved_drawn_and_summarised(tmp_path):
-    rows = bench.measure_shape(GRID_SHAPE, ["token"], ["reference"], device="cpu", rounds=1)
-    path = results.save(rows, results.environment("cpu", commit="abc1234"), tmp_path)
-    assert path.name.startswith("attention_cpu_")
-    assert path.stem.endswith("abc1234")
-    content = json.loads(path.read_text())
-    assert {"gpu", "driver", "torch", "triton", "flash_attn_4", "commit", "dirty", "date", "rows"} == set(content)
-    assert len(content["rows"]) == len(rows)
-    with bench.save_csv(rows, path).open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file))
-    as_text = [{key: "" if x is None else str(x) for key, x in row.items()} for row in content["rows"]]
-    assert lines == as_text
-    assert path.with_suffix(".csv").exists()
-    assert plot_attention(path).read_bytes().startswith(b"\x89PNG")
-    expected = rows[2].peer_ms / rows[2].ms
-    assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "peer") == pytest.approx(expected)
-    assert bench.geometric_mean_speedup(rows, "reference", "token", "fwd+bwd", "fa2") is None
-
-
-def test_standard_grid():
-    grid = standard_grid()
-    assert len(grid) == 2 * 2 * 6
-    assert {(s.head_dim, s.heads) for s in grid} == {(64, 32), (128, 16)}
-    assert {s.batch * s.tokens for s in grid if s.tokens <= 16384} == {16384}
-    assert all(s.batch == 1 for s in grid if s.tokens > 16384)
-    grouped, _, video = special_shapes()
-    assert (grouped.heads, grouped.kv_heads) == (32, 8)
-    assert (video.batch, video.heads, video.tokens, video.is_causal) == (1, 24, 32760, False)
-
-
-def test_value_has_a_width_of_its_own():
-    shape = Shape(192, 4, 2, 2, 32, True, value_dim=128)
-    assert str(shape) == "D192/128 H4/2 B2 N32 causal"
-    assert str(replace(shape, value_dim=None)) == "D192 H4/2 B2 N32 causal"
-    shapes = [tuple(x.shape) for x in shape.inputs("cpu", torch.bfloat16)]
-    assert shapes == [(2, 4, 32, 192), (2, 2, 32, 192), (2, 2, 32, 128), (2, 4, 32, 128)]
-    pairs = 2 * 4 * 32 * 33 // 2
-    assert shape.flops("fwd") == 2 * pairs * (192 + 128)
-    assert shape.flops("bwd") == 2 * pairs * (3 * 192 + 2 * 128)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +169,7 @@ def test_value_has_a_width_of_its_own():
     ],
 )
 def test_on_hopper_there_is_no_best_without_flash_attention_4_and_3(monkeypatch, hopper, timed, may):
-    monkeypatch.setattr(baselines, "is_hopper", lambda device: hopper and device == torch.device("cuda"))
+    monkeypatch.setattr(baselines, "arch_of", lambda device: 90 if hopper and device == torch.device("cuda") else 80)
     assert baselines.may_claim_best(timed, "cuda") is may
 
 

@@ -10,18 +10,9 @@ from benchmarks import block as bench
 from benchmarks.shapes import Shape
 from sagebwd import qk_norm_rope_attention
 from tests.commands import runner
-from tests.forward_alone import ERROR, forward_alone
 
 pytestmark = pytest.mark.rounding
 SHAPE = Shape(16, 4, 2, 2, 48, True)
-
-
-def test_standard_shapes():
-    found = bench.shapes((128, 64), (2048, 4096), grouped=True)
-    assert [str(x) for x in found] == [
-        "D128 H16 B8 N2048 causal", "D128 H16 B4 N4096 causal", "D64 H32 B8 N2048 causal", "D64 H32 B4 N4096 causal",
-        "D128 H32/8 B8 N2048 causal", "D128 H32/8 B4 N4096 causal",
-    ]  # fmt: skip
 
 
 def test_every_block_is_the_composition_and_each_is_timed_in_both_directions():
@@ -47,24 +38,6 @@ def test_what_is_wrong_has_no_time(monkeypatch):
     wrong = bench.measure_shape(SHAPE, "full", "cpu", rounds=1)[0]
     assert (wrong.name, wrong.ms, wrong.over) == (bench.FUSED, None, {})
     assert "dq" in wrong.gate
-
-
-def test_a_baseline_without_backward_is_compared_with_in_forward(monkeypatch):
-    sdpa = bench.candidates(SHAPE, "cpu")["sdpa"]
-    monkeypatch.setattr(bench, "candidates", lambda shape, device: {"fa3": forward_alone, "sdpa": sdpa})
-    rows = bench.measure_shape(SHAPE, "full", "cpu", rounds=1)
-    reason = f"does not run: RuntimeError: {ERROR}"
-    for row in rows:
-        if row.part == bench.BLOCK:
-            is_forward = row.direction == bench.FORWARD
-            if row.name == "fa3":
-                assert row.gate == ("ok" if is_forward else reason)
-                assert (row.ms is None, bool(row.over)) == (not is_forward, is_forward)
-                assert set(row.errors) == {"o"}
-            else:
-                assert ("fa3" in row.over) == is_forward
-    table = cli._block_table("a shape", rows)
-    assert table.row_count == 6
 
 
 def test_the_command_prints_and_writes(monkeypatch, capsys, tmp_path):

@@ -1,15 +1,12 @@
 """`python -m benchmarks` as a person runs it: what it prints and writes, and what it says where something is wrong."""
 
 import json
-import re
 import statistics
 
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import attention
-from sagebwd.cli.terminal import Progress
-from tests.commands import forked, runner
+from tests.commands import runner
 
 
 @pytest.fixture
@@ -37,6 +34,18 @@ def test_bench_on_a_cpu(command, tmp_path, monkeypatch):
     }
     line = ", ".join(f"{way} {mean:.2f}x" + (" (slower)" if mean < 1 else "") for way, mean in means.items())
     assert f"over the best baseline: {line}" in out
+
+
+def test_bursts_of_nvidias_shapes_have_a_file_of_their_own(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.timer.BURSTS", 1)
+    code, out, _ = command(
+        "attention", "--device", "cpu", "--nvidia", "--bursts", "--tokens", 16, "--recipe", "token", "--rounds", 1,
+        "--output", tmp_path, "--commit", "abc",
+    )  # fmt: skip
+    assert code == 0
+    assert "D128 H64/8 B2 N16 causal" in out
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("attention-bursts_cpu_")
 
 
 def test_runs_of_other_documents_write_one_file(command, tmp_path, monkeypatch):
@@ -68,72 +77,22 @@ def test_peaks_of_skewed_documents(command, tmp_path):
     ]  # fmt: skip
 
 
-def test_bench_says_what_runs_and_how_long_it_will_and_what_ctrl_c_keeps(command, tmp_path, monkeypatch):
-    """Regression: the command printed nothing for a minute, and was killed."""
-    measure, shapes = attention.measure_shape, []
-
-    def interrupted(shape, *arguments, **options):
-        shapes.append(shape)
-        if len(shapes) == 2:
-            options["tell"]("checking token", 0.5)
-            raise KeyboardInterrupt
-        return measure(shape, *arguments, **options)
-
-    monkeypatch.setattr("benchmarks.shapes.TOTAL_TOKENS", 32)
-    monkeypatch.setattr(attention, "measure_shape", interrupted)
-    monkeypatch.setattr("sagebwd.cli.terminal.Progress", lambda show, every: Progress(show))
-    code, out, err = command(
-        "attention", "--device", "cpu", "--impl", "reference", "--head-dim", 64, "--tokens", 32, "--rounds", 1,
-        "--output", tmp_path, "--commit", "abc",
-    )  # fmt: skip
-    (path,) = tmp_path.iterdir()
-    assert code == 130
-    assert "reference token" in out
-    assert "0 s: 1 of 2, D64 H32 B1 N32 no mask: checking token (reference)" in err
-    assert re.search(r"about \d+ s left: 1 of 2, .*: timing backward", err)
-    assert re.search(r"about \d+ s left: 2 of 2, D64 H32 B1 N32 causal: checking token", err)
-    assert f"stopped: what was measured is in {path}" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("attention", "--device", "cpu", "--tokens", 0), "tokens=0 must be at least 1"),
-        (("attention", "--device", "cpu", "--tokens", 64, "--tokens", -5), "tokens=-5 must be at least 1"),
-        (("attention", "--device", "cpu", "--rounds", 0), "rounds=0 must be at least 1"),
-        (("masks", "--device", "cpu", "--rounds", 0), "rounds=0 must be at least 1"),
-        (("attention", "--device", "cpu", "--output", __file__), "test_commands.py is no folder; give another"),
         (("masks", "--device", "cpu", "--output", __file__), "test_commands.py is no folder; give another"),
-        (("block", "--device", "cpu", "--output", __file__), "test_commands.py is no folder; give another"),
-        (("masks", "--device", "cpu", "--tokens", 0), "tokens=0 must be at least 1"),
         (("block", "--device", "cpu", "--head-dim", 7), "head_dim=7 is not of this benchmark; accepted: even numbers"),
-        (("masks", "--device", "cpu", "--head-dim", 0), "head_dim=0 must be at least 1"),
-        (("masks", "--device", "cpu", "--processes", -1), "processes=-1 must be at least 0"),
         (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: documents"),
         (("attention", "--device", "tpu"), "device='tpu' is not known"),
         (("attention", "--device", "cpu", "--documents", "sft"), "--documents names lengths of --packed"),
         (("packed-skew", "--device", "cpu", "--case", "long"), "case='long' is not known; accepted: one of 32768"),
-        (("attention", "--device", "cpu", "--packed", "--tokens", 32), "none of --tokens, --special and --peer"),
-        (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special and --peer"),
-        (
-            ("attention", "--device", "cpu", "--peer", "fa5"),
-            "peer='fa5' is not known; accepted: cudnn-fp8, cudnn-fp8-e4m3",
-        ),
-        (("attention", "--device", "cpu", "--impl", "fast"), "impl='fast' is not known; accepted: None, 'reference'"),
-        (
-            ("attention", "--device", "cpu", "--head-dim", "100"),
-            "head_dim=100 is not of the grid; accepted: 64, 72, 80, 96, 112, 128, 192, 192/128, 256",
-        ),
+        (("attention", "--device", "cpu", "--packed", "--special"), "none of --tokens, --special, --peer and"),
+        (("attention", "--device", "cpu", "--nvidia", "--special"), "neither --head-dim nor --special"),
+        (("attention", "--device", "cpu", "--head-dim", "100"), "head_dim=100 is not of the grid; accepted: 64, 72,"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
     code, _, err = command(*arguments)
     assert code == 2
     assert message in err
-
-
-def test_a_mistake_shows_no_traceback():
-    outcome = forked("benchmarks", "attention")
-    assert outcome.returncode == 2
-    assert "torch sees no GPU" in outcome.stderr
-    assert "Traceback" not in outcome.stderr

@@ -1,12 +1,9 @@
 """The benchmark of block masks: what its masks show, what it says of whom, on a CPU at small shapes."""
 
 import json
-import sys
-from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from benchmarks import __main__ as cli
 from benchmarks import mask_attentions
@@ -65,121 +62,6 @@ def test_a_mask_by_name_is_the_rules(kind):
     named, expected = case.named("cpu"), case.block_mask(case.mask_mod("cpu"), "cpu")
     assert torch.equal(case.dense(named.mask_mod, "cpu")[0, 0], shown(case))
     assert torch.equal(named.to_dense(), expected.to_dense())
-
-
-def test_cases_are_of_whole_frames_and_of_models():
-    assert [case_of(kind, None).shape.tokens for kind in cases.VIDEO] == [32760, 32760, 31200]
-    assert case_of("causal-frames", 100).shape.tokens == 84
-    assert case_of("teacher-forcing", 7).shape.tokens == 20
-    assert case_of("elements", None).shape.tokens == 8192
-
-
-def given_of(case, mask=None):
-    mask_mod = case.mask_mod("cpu")
-    mask = case.block_mask(mask_mod, "cpu") if mask is None else mask
-    return mask_attentions.Given(case, mask, case.dense(mask_mod, "cpu"), case.sinks("cpu"), "cpu")
-
-
-def with_flash_attention_4(monkeypatch, calls):
-    """Modules in place of FlashAttention-4's, which compute with integers that are tensors of one."""
-
-    def flash_attn_func(q, k, v, mask_mod, aux_tensors, block_sparse_tensors, block_sparse_tensors_bwd):
-        calls.append((block_sparse_tensors, block_sparse_tensors_bwd))
-        places = [torch.tensor([i]) for i in range(q.shape[1])]
-        mask = torch.tensor([[bool(mask_mod(0, 0, i, j, None, aux_tensors)) for j in places] for i in places])
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True).transpose(1, 2), None
-
-    def lists(*tensors, block_size):
-        return (*tensors, block_size)
-
-    contents = {
-        "flash_attn": {},
-        "flash_attn.cute": {"flash_attn_func": flash_attn_func},
-        "flash_attn.cute.block_sparsity": {"BlockSparseTensorsTorch": lists},
-        "flash_attn.cute.utils": {"scalar_to_ssa": lambda value, dtype: value},
-        "cutlass": {"Int32": int},
-    }
-    for name, values in contents.items():
-        module = ModuleType(name)
-        module.__dict__.update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if kind not in cases.BANDS])
-def test_flash_attention_4_is_given_the_same_mask(kind, monkeypatch):
-    calls = []
-    with_flash_attention_4(monkeypatch, calls)
-    monkeypatch.setattr(cases, "BLOCK", 16)
-    case = case_of(kind, 64)
-    given = given_of(case)
-    mask, found = given.block_mask, mask_attentions.attentions(given, ["fa4", "sdpa"])
-    outputs = [attention(*case.shape.inputs("cpu", torch.float32)[:3]) for attention in found.values()]
-    torch.testing.assert_close(*outputs)
-    ((forward, backward),) = calls
-    assert forward == (
-        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, (16, 16)
-    )  # fmt: skip
-    assert backward == (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices, (16, 16))
-
-
-@pytest.mark.parametrize(("kind", "window"), [("gpt-oss", (None, None)), ("gpt-oss-window", (29, None))])
-def test_flash_attention_4_is_given_the_same_layer_with_sinks(kind, window, monkeypatch):
-    given = {}
-
-    def flash_attn_func(q, k, v, **settings):
-        given.update(settings)
-        return q, None
-
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["flash_attn.cute"].flash_attn_func = flash_attn_func
-    case = case_of(kind, 64)
-    of_case = given_of(case)
-    (attention,) = mask_attentions.attentions(of_case, ["fa4", "sdpa"]).values()
-    q, *rest, _ = case.shape.inputs("cpu", torch.bfloat16)
-    assert torch.equal(attention(q, *rest), q)
-    assert given == {"causal": True, "window_size": window, "learnable_sink": of_case.sinks}
-
-
-def test_packed_peers_are_given_the_sequences(monkeypatch):
-    case, met = case_of("documents", 64), []
-
-    def candidates(shape, device):
-        met.append(shape.lengths)
-        return {"fa4": lambda q, k, v: q}
-
-    monkeypatch.setattr(mask_attentions.baselines, "candidates", candidates)
-    names = ["packed fa4", "packed varlen"]
-    found = mask_attentions.attentions(given_of(case), names)
-    q, *rest, _ = case.shape.inputs("cpu", torch.bfloat16)
-    assert torch.equal(found["packed fa4"](q, *rest), q)
-    with pytest.raises(NotImplementedError, match="packed varlen is not installed here"):
-        found["packed varlen"](q, *rest)
-    assert met == [tuple(torch.tensor(case.bounds()).diff().tolist())] * 2
-    assert not mask_attentions.attentions(given_of(case_of("prefix", 64)), names)
-
-
-def called(monkeypatch, kind, name):
-    """What sage_attention is called with."""
-    seen = {}
-    monkeypatch.setattr(mask_attentions, "sage_attention", lambda *x, **settings: seen.update(settings))
-    given = given_of(case_of(kind, 64))
-    (attention,) = mask_attentions.attentions(given, [name]).values()
-    attention(None, None, None)
-    return given, {name: seen[name] for name in ("block_mask", "attn_mask", "is_causal", "window") if name in seen}
-
-
-def test_masks_are_passed_as_they_are_or_read_before(monkeypatch):
-    given, seen = called(monkeypatch, "prefix", "mixed")
-    assert seen == {"block_mask": given.block_mask}
-    given, seen = called(monkeypatch, "elements", "mixed")
-    assert seen == {"attn_mask": given.elements}
-    assert called(monkeypatch, "gpt-oss-window", "band mixed")[1] == {"is_causal": True, "window": (29, -1)}
-    for kind in ("prefix", "elements", "gpt-oss-window"):
-        given, seen = called(monkeypatch, kind, "read mixed")
-        assert isinstance(seen.pop("block_mask"), type(given.read()))
-        assert not seen
 
 
 def test_rows_of_one_mask():
@@ -250,18 +132,6 @@ def test_nothing_is_compared_with_a_peer_that_is_wrong(monkeypatch, factors, way
         assert row.gate.startswith(f"wrong: {'dk' if 'dk' in factors else 'o'} 0.5") == (row.attention == "sdpa")
 
 
-def test_a_recipe_that_is_refused_under_a_mask_is_a_row_that_says_so(monkeypatch):
-    def refuses(*tensors, recipe, **options):
-        if recipe == "mixed":
-            raise NotImplementedError("no FP8 under a mask\nand more")
-        return sage_attention(*tensors, recipe=recipe, **options)
-
-    monkeypatch.setattr(mask_attentions, "sage_attention", refuses)
-    rows = bench.measure_case(case_of("window"), ["mixed", "packed mixed", "token"], "cpu", rounds=1)
-    gates = {row.attention: row.gate for row in rows}
-    assert gates == {"mixed": "does not run: NotImplementedError: no FP8 under a mask", "token": "ok"}
-
-
 def test_the_command(monkeypatch, capsys, tmp_path):
     run = runner(cli.main, monkeypatch, capsys)
     options = "--device", "cpu", "--impl", "reference", "--tokens", 128, "--head-dim", 16, "--rounds", 1
@@ -295,3 +165,24 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "some masks FAILED the correctness gate" in err
     (row, _) = json.loads(path.read_text())["rows"]
     assert (row["gate"], row["ms"]) == ("FAILED", None)
+
+
+@pytest.mark.parametrize("kind", cases.DEFAULT)
+def test_what_is_measured_by_default_runs(kind):
+    """Every form of ours is the recipe, or not of this mask; a peer that runs on a CPU is right."""
+    rows = bench.measure_case(case_of(kind, 128), mask_attentions.DEFAULT, "cpu", rounds=1)
+    gates = {row.attention: row.gate for row in rows if row.direction == "fwd"}
+    assert {gates[name] for name in ("mixed", "read mixed", "flex")} == {"ok"}
+    assert gates.get("sdpa", "ok") == gates.get("band mixed", "ok") == gates.get("packed mixed", "ok") == "ok"
+    assert ("band mixed" in gates, "packed mixed" in gates) == (kind == "gpt-oss-window", kind == "documents")
+
+
+def test_each_attention_of_each_case_is_compiled_once(monkeypatch):
+    work = []
+    monkeypatch.setattr(bench, "run_in_processes", lambda call, given, count: work.extend(given) or [(0, None)])
+    chosen, names = [case_of("documents"), case_of("gpt-oss-window")], ("mixed", "read mixed", "flex", "fa4")
+    bench._compile(chosen, names, "cpu", None, 3, lambda *_: None)
+    assert sorted((str(case), name) for case, some, *_ in work for name in some) == sorted(
+        (str(case), name) for case in chosen for name in names
+    )
+    assert len(work) == len({(str(case), some) for case, some, *_ in work}) == 6

@@ -8,20 +8,6 @@ from sagebwd.cli import doctor
 from sagebwd.kernels.families import FAMILIES
 
 
-def test_facts_name_versions_and_gpu():
-    facts = doctor.facts()
-    assert facts["torch"] == torch.__version__
-    assert facts["triton"][0].isdigit()
-    assert any(name.startswith("GPU") for name in facts)
-
-
-def test_facts_name_the_interpreter(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "interpreted" in doctor.facts()["TRITON_INTERPRET"]
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert "TRITON_INTERPRET" not in doctor.facts()
-
-
 def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
     compile_ = pytest.importorskip("sagebwd.kernels.sm90.forward.compile")
     card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
@@ -45,12 +31,7 @@ def test_answers_on_a_cpu(monkeypatch):
     assert set(answers) == set(FAMILIES)
     assert answers["reference"].chosen
     assert not answers["triton"].takes
-    assert "needs a CUDA device" in answers["triton"].reason
-
-
-def test_answers_name_what_is_wrong_with_the_call():
-    answers = doctor.answers("cpu", torch.float32, (64, 64), Recipe.named("token"))
-    assert "dtype float32 is not supported by impl='triton'" in answers[1].reason
+    assert "needs a GPU of compute capability 8.0 or more" in answers["triton"].reason
 
 
 def test_answers_say_whose_backward_runs(monkeypatch):

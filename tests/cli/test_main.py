@@ -1,18 +1,17 @@
 """`sagebwd` as a person runs it: what it prints, and one line and an exit code where something is wrong."""
 
 import json
-import resource
 
 import pytest
 import torch
 
 from sagebwd.auto.model import DIRECTIONS
-from sagebwd.cli import doctor, hardware, measure, timings
+from sagebwd.cli import hardware, measure, timings
 from sagebwd.cli import main as cli
 from sagebwd.kernels.families import FAMILIES
 from sagebwd.version import __version__
 from tests import programs
-from tests.commands import ROOT, forked, runner, started
+from tests.commands import ROOT, runner
 
 
 @pytest.fixture
@@ -20,38 +19,15 @@ def command(monkeypatch, capsys):
     return runner(cli.main, monkeypatch, capsys)
 
 
-def test_help_lists_the_commands_quickly():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    outcome = started("sagebwd", "--help")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert outcome.returncode == 0
-    assert all(name in outcome.stdout for name in ("doctor", "trace", "--version"))
-    # seconds of processor, not of a clock: CI's two cores are busy with other tests
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
-
-
 def test_version_is_the_packages(command):
     assert command("--version") == (0, __version__, "")
-
-
-def test_doctor_prints_what_to_install_as_it_is_typed(command, monkeypatch):
-    advice = (
-        "forward on the portable kernels: nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"
-    )
-    refused = doctor.Answer("hopper", False, False, "block_mask: expected [a, b]")
-    monkeypatch.setattr(doctor, "facts", lambda: {"mixed on Hopper": advice})
-    monkeypatch.setattr(doctor, "answers", lambda *call: [refused])
-    code, out, _ = command("doctor", "--device", "cpu")
-    assert code == 1
-    assert advice in out
-    assert refused.reason in out
 
 
 def test_doctor_on_a_cpu_says_why_there_is_no_kernel(command, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, out, _ = command("doctor", "--device", "cpu")
     assert code == 1
-    assert "needs a CUDA device" in out
+    assert "needs a GPU of compute capability 8.0 or more" in out
     assert "self-test PASS" in out
     assert out.count("runs it") == out.count("torch runs it") == 1
     assert "No kernel runs here: recipe auto runs torch's own attention, and a named one the reference" in out
@@ -94,13 +70,7 @@ def test_doctor_says_who_runs_a_wide_head(recipe, expected, said, command):
         (("doctor", "--measure", "--kind", "triangle", "--device", "cpu"), "kind='triangle' is not known"),
         (("doctor", "--dtype", "int8"), "accepted: bfloat16"),
         (("doctor", "--device", "tpu"), "device='tpu' is not known; accepted: cpu, cuda, cuda:N"),
-        (("trace", "--model", "missing", "--device", "tpu"), "device='tpu' is not known"),
-        (("trace", "--model", "missing"), "model='missing': no config.json there"),
-        (("trace", "--model", ROOT / "docs"), "docs': no config.json there"),
-        (("trace", "--load", "missing.safetensors"), "missing.safetensors: there is no such file"),
         (("trace", "--load", ROOT), "a folder; accepted: a file"),
-        (("trace",), "give one of --model FOLDER and --load FILE"),
-        (("trace", "--load", "x", "--layers", "a"), "layers='a': expected indices with commas between them"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
@@ -109,35 +79,10 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, message):
     assert message in err
 
 
-def test_a_mistake_shows_no_traceback():
-    outcome = forked("sagebwd", "doctor", "--device", "cuda")
-    assert outcome.returncode == 2
-    assert "torch sees no GPU" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
-
-
 def test_a_missing_extra_is_named():
     outcome = programs.run("import sys; sys.modules['typer'] = None; import sagebwd.cli.main", ROOT)
     assert outcome.returncode == 1
     assert "pip install '.[cli]'" in outcome.stderr
-
-
-def test_doctor_asks_about_a_call_whose_values_are_narrower(command):
-    code, out, _ = command("doctor", "--device", "cpu", "--head-dim", "192/128")
-    assert code == 1  # no kernel runs on a CPU
-    assert "A call with head_dim 192/128, bfloat16" in out
-    assert "self-test PASS" in out
-
-
-def test_ctrl_c_in_the_self_test_is_one_line(command, monkeypatch):
-    def interrupted(*call):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(doctor, "self_test", interrupted)
-    code, _, err = command("doctor", "--device", "cpu")
-    assert code == 130
-    assert "stopped: nothing was written" in err
-    assert "Traceback" not in err
 
 
 def test_ctrl_c_says_where_the_measured_is_kept(command, monkeypatch, tmp_path):

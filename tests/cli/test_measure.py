@@ -15,7 +15,7 @@ from sagebwd.auto import model, peers, timings
 from sagebwd.auto.model import FORWARD, TRAINING
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
-from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, WINDOW
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED
 from sagebwd.reference.metrics import relative_l2
 from tests.threads import at_once
 
@@ -101,15 +101,6 @@ def test_peers_are_timed_where_they_take_the_call(peer):
     assert relative_l2(found["fa4"](*tensors), found["torch"](*tensors)) < 0.01
 
 
-def test_what_peers_take_is_kept_and_fitted(of_few_points, peer):
-    command.measure("cpu", [bench.Case(CAUSAL, 32, 32)], None, "abc")
-    timings.of_card.cache_clear()
-    found = timings.of_card("cpu", torch.__version__)
-    timings.of_card.cache_clear()
-    assert len(found) == 2
-    assert all("fa4" in one.full for one in found)
-
-
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_compute_the_same(kind, group):
@@ -128,28 +119,6 @@ def test_both_sides_compute_the_same(kind, group):
         )
         return
     assert relative_l2(found["ours"](*tensors), found["torch"](*tensors)) < 0.03
-
-
-def test_every_kind_has_its_cases():
-    found = bench.cases()
-    assert {case.kind for case in found} == set(KINDS)
-    assert len(set(found)) == len(found) == len(KINDS) * len(bench.MEASURED_WIDTHS)
-    for case in found:
-        assert case.points
-        for point in case.points:
-            batch, heads, kv_heads, tokens, kv_tokens = case.shape(point)
-            assert 1 / 2 <= batch * heads * tokens * case.value_dim / (1 << point.power) <= 1
-            assert (heads / kv_heads, tokens, kv_tokens) == (point.group, point.tokens, point.kv_tokens or tokens)
-            assert (point.left > 0) == (case.kind == WINDOW)
-
-
-def test_cases_of_kinds_and_widths():
-    found = bench.cases([CAUSAL], ["72", "192/128"])
-    assert {(case.kind, case.head_dim, case.value_dim) for case in found} == {(CAUSAL, 72, 72), (CAUSAL, 192, 128)}
-    with pytest.raises(ValueError, match="head_dim='65' is not known; accepted: 128, "):
-        bench.cases(widths=["65"])
-    with pytest.raises(ValueError, match="kind='triangle' is not known; accepted: "):
-        bench.cases(["triangle"])
 
 
 def test_the_command_keeps_what_it_measures(of_few_points, capsys):
@@ -218,14 +187,6 @@ def test_the_command_writes_a_malformed_file_anew(of_few_points, caplog):
     (said,) = caplog.messages
     assert str(path) in said
     assert {row["kind"] for row in timings.rows_kept(path)} == {CAUSAL}
-
-
-def test_the_table_has_what_is_fitted():
-    known = model.of_this_project()["NVIDIA H200"]
-    shown = command.table(known)
-    assert shown.row_count == len({(one.kind, one.head_dim, one.value_dim) for one in known})
-    (ratios,) = ([*column.cells][:1] for column in shown.columns if column.header == "training 16384")
-    assert 1 < float(ratios[0]) < 3
 
 
 def test_where_nothing_can_be_kept_nothing_is_timed(monkeypatch, tmp_path):

@@ -1,8 +1,6 @@
 """What traces of a model's layers come to: by layer, by the weight of the first key, over all."""
 
 import dataclasses
-import json
-import lzma
 import math
 
 import pytest
@@ -59,11 +57,6 @@ def test_windows_count_alike():
     assert heads[1].relative_l2["dk"] == pytest.approx(math.sqrt(5) * rows[1].relative_l2["dk"])
 
 
-def test_a_head_alone_is_a_layer_too():
-    (row,) = layers.means(study.measure([random_call().select([2])], ["token"]))
-    assert (row.head, row.window) == (None, None)
-
-
 def test_idle_heads_are_told_apart():
     whole = random_call()
     assert layers.idle(study.measure([whole], ["token"])) == {}
@@ -112,25 +105,16 @@ def test_heads_by_the_weight_of_the_first_key(rows):
     }
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.json.xz"])
-def test_a_file_is_read_again_and_printed(rows, tmp_path, capsys, name):
-    text = json.dumps({"rows": [row.as_dict() for row in rows]}).encode()
-    (tmp_path / name).write_bytes(lzma.compress(text) if name.endswith("xz") else text)
-    assert summary.read(tmp_path / name) == rows
-    summary.main([str(tmp_path / name)])
-    out = capsys.readouterr().out
-    assert f"{summary.overall(rows)['paper']['dq'][0]:.4f}" in out
-    assert "idle heads" in out
-    assert "1 head 1" in out
-    with pytest.raises(SystemExit, match="python -m sagebwd"):
-        summary.main([])
-
-
-def test_attribution_is_read_again(tmp_path):
+def test_shares_are_of_the_median_layer():
     rows = study.measure([random_call(tokens=64, heads=2)], ["token"], attribute=True)
-    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row.as_dict() for row in rows]}))
-    assert summary.read(tmp_path / "rows.json") == rows
-    more = [dataclasses.replace(row, layer=layer) for layer in range(3) for row in rows]
+    # three layers, of which the first's and the last's errors are half and twice as large: the median is the second's
+    more = [
+        dataclasses.replace(
+            row, layer=layer, relative_l2={name: 2.0 ** (layer - 1) * x for name, x in row.relative_l2.items()}
+        )
+        for layer in range(3)
+        for row in rows
+    ]
     (layer,) = layers.means(rows)
     found = summary.shares(more)
     assert found["token", "dv"]["dv"] == pytest.approx(layer.attribution["dv"]["dv"].share)

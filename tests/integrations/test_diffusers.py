@@ -24,8 +24,6 @@ BATCH, TEXT = 4, 12
 # relative L2 of the output and of the gradients of the query, key and value projections against native:
 # measured 2026-11-21, the largest of the models, with a margin
 FLOORS = {"full": (1e-5, 1e-5), "token": (0.005, 0.03), "paper": (0.005, 0.05)}
-# learning rates at which runs stay together: at 3e-3 Flux's native run ends 0.04 away if its input moves by 1e-4
-RATES = {"wan": 2e-3, "cosmos": 1e-3, "flux": 1e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -137,31 +135,6 @@ def test_swapping_native_changes_no_more_than_the_recipe_does(name, recipe):
     for a, e, floor in zip(actual, expected, FLOORS[recipe]):
         assert relative_l2(a, e) < floor
         assert not torch.equal(a, e)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_training_ends_where_native_does(name):
-    def train(backend):
-        model, inputs = build(MODELS[name])
-        model.set_attention_backend(backend)
-        target = draw(*model(**inputs)[0].shape, seed=4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[name])
-        losses = []
-        for _ in range(50):
-            loss = (model(**inputs)[0] - target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        # the best that a model blind to the text can do, and text comes in through attention alone
-        blind = (target - target.mean(0)).square().mean().item()
-        return losses, blind
-
-    expected, blind = train("native")
-    actual, _ = train("sagebwd")
-    assert actual != expected
-    assert abs(actual[-1] - expected[-1]) < 0.02
-    assert actual[-1] < blind - 0.05 < actual[0] - 0.3
 
 
 def test_what_is_masked_does_not_matter():

@@ -329,22 +329,6 @@ def test_a_dtype_is_refused_for_itself_and_not_for_its_padding():
     assert sdpa.counts == {"replaced": 0, "kept": {"dtype float32": 1}}
 
 
-def test_function_transforms_are_refused():
-    q, k, v = qkv()
-    with (
-        replace_sdpa(impl="reference", unsupported="raise"),
-        pytest.raises(NotImplementedError, match=r"torch\.func or forward-mode"),
-    ):
-        torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
-
-
-def test_after_the_context_a_held_function_is_the_original():
-    arguments, options = KEPT["attn_mask needs a gradient"]
-    with replace_sdpa(impl="reference", unsupported="raise"):
-        held = F.scaled_dot_product_attention
-    assert torch.equal(held(*arguments, **options), ORIGINAL(*arguments, **options))
-
-
 def test_compile_refuses_what_eager_refuses():
     arguments = qkv(tokens=4, head_dim=264)
     with replace_sdpa(impl="reference", unsupported="raise"):

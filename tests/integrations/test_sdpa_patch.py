@@ -4,7 +4,6 @@ import collections
 import copy
 import itertools
 import pickle
-import re
 import warnings
 
 import pytest
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 
 from sagebwd import install_sdpa, replace_sdpa, uninstall_sdpa
 from sagebwd.integrations import sdpa as sdpa_integration
-from sagebwd.reference.metrics import relative_l2
 from tests.integrations.test_sdpa import ORIGINAL, in_int8, is_original_or_int8, qkv
 from tests.threads import at_once
 
@@ -34,12 +32,6 @@ def test_the_innermost_decides_alone_and_the_outer_returns():
         assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments))
     assert inner.counts == {"replaced": 0, "kept": {"fewer keys than min_tokens": 1}}
     assert outer.counts == {"replaced": 1, "kept": {}}
-
-
-def test_an_exception_restores_the_original():
-    with pytest.raises(KeyError), replace_sdpa(impl="reference"):
-        raise KeyError
-    assert F.scaled_dot_product_attention is ORIGINAL
 
 
 def test_leaving_in_any_order_restores_the_original():
@@ -230,9 +222,6 @@ def test_compile_follows_the_context():
     assert torch.equal(compiled(*arguments), exact)
 
 
-REFUSALS = (ValueError, TypeError, NotImplementedError)
-
-
 def op_samples(dtype):
     pytest.importorskip("expecttest", reason="torch.testing's OpInfo needs it")
     from torch.testing._internal.common_methods_invocations import op_db
@@ -247,40 +236,6 @@ def op_samples(dtype):
 def listed(seen):
     """Counts for the summary that pytest prints."""
     return f"{seen.total()} samples: " + "; ".join(f"{count} {what}" for what, count in seen.most_common())
-
-
-# relative L2 of the output against SDPA in FP64, measured 2026-11-21 with a margin: 3 queries, 6 keys, values up to 9
-SAMPLE_ERROR = {
-    "full": {torch.float32: 1e-5, torch.bfloat16: 0.01},
-    "token": {torch.float32: 0.1, torch.bfloat16: 0.1},
-}
-
-
-@pytest.mark.rounding
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", SAMPLE_ERROR)
-def test_opinfo_samples_match_or_are_refused(recipe, dtype, record_property):
-    seen, worst = collections.Counter(), 0.0
-    for arguments, options in op_samples(dtype):
-        if "attn_mask" in options:  # whose own gradient is refused by name
-            options = options | {"attn_mask": options["attn_mask"].detach()}
-        try:
-            out = in_int8(*arguments, **options, recipe=recipe)
-        except REFUSALS as error:
-            seen[re.sub(r"\d+(, \d+)*", "N", f"{type(error).__name__}: {error}")[:90]] += 1
-            continue
-        leaves = [x.detach().double().requires_grad_() for x in arguments]
-        doubled = {name: x.double() if name == "attn_mask" else x for name, x in options.items()}
-        exact = ORIGINAL(*leaves, **doubled)
-        worst = max(worst, relative_l2(out, exact))
-        seen["matched"] += 1
-        if recipe == "full" and dtype == torch.float32:  # sharp enough to hold gradients to as well
-            for a, e in zip(torch.autograd.grad(out.sum(), arguments), torch.autograd.grad(exact.sum(), leaves)):
-                torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
-    record_property("counted", f"worst relative L2 {worst:.1e}; {listed(seen)}")
-    assert worst <= SAMPLE_ERROR[recipe][dtype]
-    assert all(what == "matched" or "dropout" in what for what in seen)
-    assert seen["matched"] >= 13
 
 
 @pytest.mark.rounding

@@ -1,11 +1,8 @@
 """Classes that docs/integrations gives for torchtitan and Axolotl, which are no dependencies, against stand-ins."""
 
-import importlib
 import re
 import sys
-from collections import Counter
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -15,7 +12,6 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from sagebwd.integrations import transformers as integration
@@ -124,92 +120,6 @@ def test_other_attention_is_refused(page):
         page.use_sagebwd(model(SimpleNamespace()))
     with pytest.raises(TypeError, match="accepted: VarlenMetadata"):
         page.SageBwdAttention(page.SageBwdAttention.Config())(*draw(), attention_masks=None)
-
-
-needs_torchtitan = pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed")
-
-
-def debug_model(family, monkeypatch):
-    """One layer of torchtitan's debug model with the page's class, and arguments of two rows, three documents."""
-    page = example("SageBwdAttention", monkeypatch)
-    config = importlib.import_module(f"torchtitan.models.{family}").model_registry("debugmodel", "varlen").model
-    del config.layers[1:]
-    torch.manual_seed(0)
-    model = page.use_sagebwd(config).build()
-    model.init_states(buffer_device=torch.device("cpu"))
-    assert type(model.layers["0"].attention.inner_attention) is page.SageBwdAttention
-    positions = torch.stack([torch.arange(64), torch.arange(64) % 40])
-    return model, (torch.randint(0, 2048, (2, 64)), positions, model.get_attention_masks(positions))
-
-
-class Calls(TorchDispatchMode):
-    """How often each operator of ours runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.counted = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "sagebwd":
-            self.counted[function._opname] += 1
-        return function(*args, **kwargs or {})
-
-
-def step(model, arguments):
-    """Logits and the gradients of all weights."""
-    model.zero_grad()
-    out = model(*arguments)
-    out.float().square().mean().backward()
-    return [out.detach(), *(x.grad for x in model.parameters())]
-
-
-def exact(q, k, v, *, attention_masks, scale=None, **_):
-    document = torch.bucketize(torch.arange(128), attention_masks.cu_seq_q, right=True)
-    visible = (document[:, None] == document).tril()
-    q, k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, visible, scale=scale, enable_gqa=True)
-    return o[0].transpose(0, 1).unflatten(0, (2, 64))
-
-
-@needs_torchtitan
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_in_torchtitans_model(family, dtype, monkeypatch):
-    model, arguments = debug_model(family, monkeypatch)
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        with Calls() as calls:
-            ours = step(model, arguments)
-        model.layers["0"].attention.inner_attention.forward = exact
-        theirs = step(model, arguments)
-    assert calls.counted == {"attention": 1, "attention_backward": 1}
-    for a, e in zip(ours, theirs):
-        assert relative_l2(a, e) < 0.05
-    assert relative_l2(ours[0], theirs[0]) > 0
-
-
-@needs_torchtitan
-def test_layers_compile_as_torchtitan_compiles_them(monkeypatch):
-    model, arguments = debug_model("llama3", monkeypatch)
-    eager = step(model, arguments)
-    model.layers["0"].compile(backend="aot_eager", fullgraph=True)
-    assert all(relative_l2(a, e) < 1e-5 for a, e in zip(step(model, arguments), eager))
-
-
-@needs_torchtitan
-@pytest.mark.parametrize(("saves", "forwards"), [(True, 1), (False, 2)])
-def test_selective_checkpointing(saves, forwards, monkeypatch):
-    from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
-    given = {"SelectiveAC": SelectiveAC, "dataclass": dataclass, "torch": torch, "config": SimpleNamespace()}
-    page = example("SageBwdSelectiveAC", monkeypatch, **given)
-    model, arguments = debug_model("llama3", monkeypatch)
-    plain = step(model, arguments)
-    policy = page.config.activation_checkpoint if saves else SelectiveAC.Config()
-    policy.build().apply(model)
-    with Calls() as calls:
-        checkpointed = step(model, arguments)
-    assert calls.counted == {"attention": forwards, "attention_backward": 1}
-    assert all(torch.equal(a, e) for a, e in zip(checkpointed, plain))
 
 
 TRAINERS = Path(__file__).parents[2] / "docs" / "integrations" / "trainers.md"

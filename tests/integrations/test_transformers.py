@@ -27,8 +27,6 @@ from transformers import (
     ViTModel,
 )
 
-import sagebwd
-from sagebwd import counts
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations.transformers_settings import settings
 from sagebwd.reference.metrics import cosine, relative_l2
@@ -95,21 +93,6 @@ def test_swapping_sdpa_changes_no_more_than_the_recipe_does(name, recipe, side):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ALONE)
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_padded_rows_are_their_unpadded_runs(name, recipe, side):
-    ids, mask = padded_batch(side)
-    model = build(name, recipe)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        together = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        for row in range(2):
-            real = mask[row] == 1
-            alone = model(input_ids=ids[row : row + 1, real]).logits[0]
-            assert relative_l2(together[row, real], alone) < ALONE[recipe]
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recipe", ALONE)
 @pytest.mark.parametrize("given", ["offsets", "position_ids"])
 def test_packed_documents_are_their_separate_runs(name, recipe, given):
     documents = [tokens(n, seed=n) for n in (40, 7, 65)]
@@ -124,26 +107,6 @@ def test_packed_documents_are_their_separate_runs(name, recipe, given):
         alone = model(input_ids=document[None]).logits[0]
         assert relative_l2(packed[start : start + len(document)], alone) < ALONE[recipe]
         start += len(document)
-
-
-def test_ordinary_position_ids_are_not_packing(monkeypatch):
-    monkeypatch.setattr(integration, "sage_attention_varlen", lambda *_, **__: pytest.fail("packed"))
-    ids = tokens(2, 50)
-    model = build("llama", "full")
-    with torch.no_grad():
-        outcomes = [
-            model(input_ids=ids, **given).logits for given in ({}, {"position_ids": torch.arange(50).expand(2, -1)})
-        ]
-    assert relative_l2(*outcomes) < 1e-5
-
-
-def test_sliding_window():
-    ids = tokens(2, 100)
-    mask = torch.ones_like(ids)
-    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}
-    expected, actual = (run(build("qwen3", choice, **window), ids, mask) for choice in ("sdpa", "full"))
-    assert relative_l2(actual[0], expected[0]) < 1e-5
-    assert relative_l2(actual[0], run(build("qwen3", "full"), ids, mask)[0]) > 0.01
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 80])
@@ -252,28 +215,6 @@ def test_generation_with_a_cache_says_that_it_decodes_with_sdpa():
             with pytest.warns(UserWarning, match="decoding with a KV cache"):
                 outcomes.append(model.generate(ids, **arguments))
     assert torch.equal(*outcomes)
-
-
-@pytest.mark.parametrize("side", ["right", "left", "none"])
-def test_heads_that_torch_alone_takes_run_on_torch(side):
-    """Gemma 4's global layers have 512 channels a head."""
-    ids, mask = padded_batch(side) if side != "none" else (tokens(2, 100), torch.ones(2, 100, dtype=torch.long))
-    expected, actual = (run(build("qwen3", choice, head_dim=264), ids, mask) for choice in ("sdpa", "auto"))
-    for a, e in zip(actual, expected):
-        assert relative_l2(a, e) < 1e-5
-    with pytest.raises(ValueError, match="head_dim 264 is not supported"):
-        run(build("qwen3", "token", head_dim=264), ids, mask)
-
-
-def test_calls_are_counted_by_where_they_ran():
-    counts.counts.clear()
-    model = build("qwen3", "token").eval()
-    with pytest.warns(UserWarning, match="decoding with a KV cache"):
-        model.generate(tokens(1, 20), max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0)
-    assert sagebwd.summary() == (
-        "sagebwd: calls of attention outside of torch.compile: 4 full precision on torch with a KV cache, "
-        "2 token on reference"
-    )
 
 
 def test_settings_survive_saving_and_override_by_layer(tmp_path):

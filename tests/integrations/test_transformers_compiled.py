@@ -18,8 +18,6 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
-from lab.steps import flash_attention_4
-from lab.training import full_precision
 from sagebwd.reference.metrics import relative_l2
 from tests.integrations.test_transformers_masks import (
     BART,
@@ -172,24 +170,11 @@ def test_a_compiled_causal_step_has_no_mask_of_elements(monkeypatch):
     assert elements_in_the_graph_of(theirs) == []
 
 
-@pytest.mark.parametrize("implementation", ["sagebwd", "full-precision-sdpa", "full-precision-fa4"])
-def test_layers_that_are_compiled_by_themselves_share_what_is_compiled(implementation, monkeypatch):
+def test_layers_that_are_compiled_by_themselves_share_what_is_compiled():
     """Regression: under torch 2.11 the index of a layer was guarded, and the eleventh layer ran uncompiled."""
-    if implementation == "full-precision-fa4":
-        monkeypatch.setattr(flash_attention_4, "_interface", lambda: None)
-        flash_attention_4.register()
-        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        monkeypatch.setattr(
-            flash_attention_4, "flash_attention_4",
-            lambda q, k, v, is_causal, scale: [
-                operator(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, is_causal, scale=scale)[0].transpose(1, 2)
-            ],
-        )  # fmt: skip
-    full_precision.register("sdpa")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = pair(Qwen3Config(**SIX_LAYERS), Qwen3ForCausalLM)[1].train()
-    model.config._attn_implementation = implementation
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager", dynamic=False)
     model(input_ids=tokens(2, 20), use_cache=False).logits.sum().backward()

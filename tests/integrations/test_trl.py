@@ -76,12 +76,6 @@ def test_packed_training_learns_and_every_layer_is_counted(trainer, options):
     assert counts == {"token on reference": LAYERS * 20}
 
 
-def test_a_padded_batch_learns_too(trainer):
-    found = losses(trainer(packing=False))
-    assert sum(found[-4:]) / 4 < found[0] - 0.5
-    assert counts == {"token on reference": LAYERS * 20}
-
-
 def test_batches_bring_the_offsets_of_what_is_packed(trainer):
     """By which no model has to find them in position_ids, which a trace could not."""
     batch = next(iter(trainer().get_train_dataloader()))
@@ -116,20 +110,6 @@ def test_a_sequence_knows_nothing_of_its_neighbour(trainer, told):
     assert gradient[2:32].any()
     assert not gradient[32:].any()
     assert counts == {"token on reference": 2 * LAYERS}
-
-
-def test_without_offsets_and_position_ids_it_would(trainer):
-    """As with ``packing_strategy="wrapped"``, which tells a model nothing."""
-    trainer = trainer(packing_strategy="wrapped", padding_free=True)
-    (loss, gradient), (other, _) = (of_the_second(trainer, tokens(40, seed, 32), "nothing") for seed in (1, 2))
-    assert abs(loss - other) > 1e-4
-    assert gradient[32:].any()
-
-
-def test_wrapped_packing_tells_a_model_nothing(trainer):
-    batch = next(iter(trainer(packing_strategy="wrapped").get_train_dataloader()))
-    assert not {"position_ids", "cu_seq_lens_q"} & set(batch)
-    assert batch["attention_mask"][0].all()
 
 
 @pytest.mark.parametrize(

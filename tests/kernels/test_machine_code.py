@@ -157,32 +157,3 @@ KERNEL = {
 def test_what_may_differ(fact, value, allowed):
     (difference,) = machine_code.differences({"dq_kernel": KERNEL | {fact: value}}, {"dq_kernel": KERNEL})
     assert difference == (f"dq_kernel: {fact} {KERNEL[fact]} -> {value}", allowed)
-
-
-def test_kernels_that_come_and_go_are_differences():
-    kernels = {"quantize_kernel": KERNEL, "dq_kernel": KERNEL}
-    rest = {"dq_kernel": KERNEL}
-    assert machine_code.differences(rest, kernels) == [("quantize_kernel: no longer launched", False)]
-    assert machine_code.differences(kernels, rest) == [("quantize_kernel: not in the table", False)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found", "code"),
-    [
-        ([], {}, 0),
-        ([], {"loops": [913, 200], "spills": 4}, 0),
-        ([], {"spills": 6}, 1),
-        (["--exact"], {}, 0),
-        (["--exact"], {"loops": [913, 200]}, 1),
-        (["--exact"], {"spills": 4}, 1),
-    ],
-)
-def test_the_command(monkeypatch, capsys, arguments, found, code):
-    call = ("hopper", 64, "token", "full")
-    table = {triton.__version__: {"hopper": {machine_code.name_of(call): {"dq_kernel": KERNEL}}}}
-    monkeypatch.setattr(machine_code, "calls_of", lambda version: {"hopper": [call]})
-    monkeypatch.setattr(machine_code, "read", lambda: table)
-    monkeypatch.setattr(machine_code, "facts", lambda call: {"dq_kernel": KERNEL | found})
-    assert machine_code.main(arguments) == code
-    printed = capsys.readouterr().out
-    assert all(f"dq_kernel: {fact} {KERNEL[fact]} -> {value}" in printed for fact, value in found.items())

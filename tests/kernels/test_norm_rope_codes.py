@@ -170,7 +170,7 @@ def test_a_weight_of_one_side_alone():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiled_they_spill_nothing_of_their_loops(head_dim, tmp_path):
     case = Case(head_dim)
-    made = norm_rope_codes.sources(head_dim, head_dim, case.dtype, case.prologue(), norm_rope_codes.TILES)
+    made = norm_rope_codes.sources(head_dim, head_dim, case.dtype, case.prologue())
     for source in made:
         assert stack_bytes(source, 90, tmp_path) <= STACK_BYTES
 
@@ -227,7 +227,7 @@ def family_forward(call, q, k, v):
 
 
 def family_backward(call, saved, do, dlse, q, k, v):
-    dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
     out = dq, empty_like_rows(dk if k is None else k), dv
     prologue = call.prologue or NOTHING
     sums = [None if x is None else torch.empty(call.head_dim) for x in prologue[2:4]]

@@ -230,9 +230,7 @@ def test_first_keys_that_a_mask_leaves():
     mask[0] = True
     mask[1, 5::200] = True
     mask[2, 1020:1050:2] = True
-    *_, found = launch_statistics(
-        x, x, Packing.of(x, None, 0), mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=16
-    )
+    *_, found = launch_statistics(Recipe.named("token"), x, x, Packing.of(x, None, 0), mask)
     expected = [(keep.nonzero().flatten().tolist() + 16 * [tokens])[:16] for keep in mask]
     assert found.tolist() == expected
 

@@ -21,9 +21,9 @@ FOLDERS = ("kernels",)
 # Arguments and variables that grow with a call.
 SIZES = {
     "all_heads", "apart", "at", "batch", "batch_head", "blocks", "blocks_k", "blocks_q", "chunk", "chunks", "grid",
-    "grid_q", "group", "heads", "heads_at_once", "heads_in_all", "heads_k", "of_head", "owner", "parts", "pitch",
-    "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q", "total",
-    "total_k", "total_q",
+    "grid_q", "group", "heads", "heads_at_once", "heads_in_all", "heads_k", "last_heads", "of_head", "owner", "parts",
+    "pitch", "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q",
+    "total", "total_k", "total_q",
 }  # fmt: skip
 # Of 64 bits wherever they are made: a head among per-token values (`whose`, `heads_of`), and what follows from it.
 WIDE = {"z", "z_q", "z_k", "planes"}
@@ -101,7 +101,8 @@ NARROW = {
     "number // tiles_k % tiles_q * TILE": POSITION,
     "tokens_k * UNIT": POSITION,
     "all_heads * columns": LISTED,
-    "turn % all_heads * columns": LISTED,
+    "last_heads * columns": LISTED,
+    "past % last_heads * columns": LISTED,
     "group * rows": LISTED,
     "of_list * group * step": LISTED,
     "chunk * TILES": LISTED,

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from lab import __main__ as cli
-from lab.studies import gaussian
 from sagebwd.cli import main as library
 from sagebwd.diagnostics import models
 from tests.commands import ROOT, runner, without
@@ -45,49 +44,6 @@ variants:
         encoding="utf-8",
     )
     return path
-
-
-def test_gaussian_prints_and_saves(command, tmp_path):
-    code, out, _ = command(
-        "gaussian",
-        "--recipe",
-        "token",
-        "--sigma",
-        5,
-        "--tokens",
-        128,
-        "--head-dim",
-        16,
-        "--output",
-        tmp_path / "t.json",
-    )
-    assert code == 0
-    assert "0.2014" in out  # the paper's dQ
-    rows = json.loads((tmp_path / "t.json").read_text())
-    assert [row["tensor"] for row in rows] == ["o", "dq", "dk", "dv"]
-    assert f"{rows[1]['relative_l2']:.4f}" in out
-
-
-def test_tokenize_makes_the_files_that_a_run_takes(command, config, tmp_path, monkeypatch):
-    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "cache"))
-    code, out, _ = command("tokenize", "--config", config, "--set", "data.cache=null")
-    assert code == 0
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert str(folder) in out
-    made = (folder / "train.bin").stat()
-    tokens = made.st_size // 2
-    assert f"{tokens:,} training and" in out
-    assert command("pretrain", "--config", config, "--set", "data.cache=null", "--output", tmp_path / "run")[0] == 0
-    assert (folder / "train.bin").stat().st_mtime_ns == made.st_mtime_ns
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_pretrain_and_its_second_run(command, config, tmp_path):
-    assert command("pretrain", "--config", config, "--output", tmp_path / "run")[0] == 0
-    assert (tmp_path / "run" / "result.json").exists()
-    code, _, err = command("pretrain", "--config", config, "--output", tmp_path / "run")
-    assert code == 2
-    assert "holds this run, finished" in err
 
 
 def test_compare_writes_its_report(command, config, tmp_path):
@@ -188,18 +144,6 @@ def test_one_run_and_a_comparison_have_folders_of_their_own(command, config, tmp
     for arguments in (("compare",), ("seeds", "--seeds", "0")):
         code, _, err = command(*arguments, "--config", config, "--output", tmp_path / "one")
         assert (code, "one holds a run of `python -m lab pretrain`" in err) == (2, True)
-
-
-def test_gaussian_has_the_recommended_recipe_and_says_what_is_left(command, monkeypatch):
-    def interrupted(recipes, sigmas, progress, **settings):
-        assert recipes == ["paper", "token", "mixed"]
-        progress("sigma 1", 0.5)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gaussian, "measure", interrupted)
-    code, _, err = command("gaussian")
-    assert code == 130
-    assert re.search(r"0 s, about 0 s left: sigma 1 stopped: nothing was written", err)
 
 
 def test_trace_reads_texts_by_the_tokeniser_of_a_run(command, sagebwd, config, tmp_path, monkeypatch):

@@ -62,13 +62,6 @@ def test_a_formula_of_the_users_own_counts():
     assert counted(lambda: sage_attention(x, x, x, recipe="token"), mode)[0] == 7
 
 
-def test_a_mask_counts_nothing():
-    shape = 1, 2, 40, 8
-    (x,) = leaves(shape)
-    mask = torch.ones(40, 40, dtype=torch.bool).tril()
-    assert counted(lambda: sage_attention(x, x, x, mask, recipe="token")) == expected(shape, shape, shape)
-
-
 def test_packed_sequences_count_each_its_own():
     lengths, kv_lengths = (3, 0, 5), (4, 2, 5)
     offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, kv_lengths))

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -27,10 +26,10 @@ from sagebwd.kernels.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
 from sagebwd.planning import mask_argument
+from sagebwd.planning.plan import Plan
 from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
-from tests.lab.training.runs import begin, finish
 
 pytest.importorskip("triton")
 from sagebwd.kernels.runtime import program
@@ -133,41 +132,6 @@ def check_written(form: str, write: Callable[[Tensor, Tensor], object]) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_without_a_version_is_seen(form, writer):
     check_written(form, WRITERS[writer])
-
-
-def broadcast(x: Tensor, is_sender: bool) -> None:
-    dist.broadcast(x, src=1)
-
-
-def scatter(x: Tensor, is_sender: bool) -> None:
-    dist.scatter(x.clone() if is_sender else x, [x, x] if is_sender else None, src=1)
-
-
-def receive(x: Tensor, is_sender: bool) -> None:
-    dist.send(x, dst=0) if is_sender else dist.recv(x, src=1)
-
-
-def all_reduce(x: Tensor, is_sender: bool) -> None:
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-
-
-def written_by_another_process() -> None:
-    """The first process attends, the second writes to its masks."""
-    dist.init_process_group("gloo")
-    for form, made in FORMS.items():
-        for collective in (broadcast, scatter, receive, all_reduce):
-            if dist.get_rank() == 0:
-                check_written(form, lambda x, new, collective=collective: collective(x, False))
-            else:
-                for step in (1, 2):
-                    collective(made.contents(step), True)
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
-def test_what_another_process_writes_is_seen():
-    """As stages of a pipeline do, into the same buffers in each step."""
-    finish(begin(2, "cpu", written_by_another_process))
 
 
 def test_a_mask_mod_that_is_replaced_is_seen():
@@ -321,7 +285,7 @@ class Family:
         return Saved(o, lse, q_int8, q_scale, k_int8, k_scale, None, mean)
 
     def backward(self, call, saved, do, dlse, q, k, v):
-        gradients = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+        gradients = empty_gradients(call.head_dim, saved.o, v)
         read = call.lists.by_key, call.key_mask
         program.launch(Kernel(backward_kernel), (1,), do, saved.k_int8, saved.k_scale, *read, *gradients)
         return tuple(gradients)
@@ -418,6 +382,17 @@ def test_masks_are_freed(form, stand_ins):
     gc.collect()
     assert [x() for x in (kept, *stand_ins.made)] == [None] * (1 + len(stand_ins.made))
     assert len(PLANS) == 1
+
+
+def test_what_forward_reads_of_a_mask_is_kept_for_nobody(stand_ins, monkeypatch):
+    """No backward reads it."""
+    masks, read = [], Plan._read
+    monkeypatch.setattr(Plan, "_read", lambda *given: masks.append(given[2]) or read(*given))
+    q, k, v, _ = draw()
+    o = sage_attention(q.requires_grad_(), k, v, recipe="token", attn_mask=small())
+    (mask,), (plan,) = masks, PLANS.values()
+    assert o.requires_grad
+    assert not [settings for settings in mask.parts._made if plan in settings]
 
 
 def test_a_mask_object_under_many_settings(stand_ins):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 
@@ -58,22 +57,6 @@ def test_a_call_of_each_kind(call):
     assert found.over_best == 2.0
 
 
-def test_who_was_timed_once_is_slow():
-    slow = lambda runs, device: dict.fromkeys(runs, (1.0, 0.1)) | {"low": (9.0, None)}  # noqa: E731
-    found = auto_random.measure(0, 0, SMALL[0], "cpu", slow)
-    assert found.slow == ["low"]
-    assert (found.times["low"], found.times["torch"]) == ((9.0, None), (1.0, 0.1))
-
-
-def test_documents_of_different_lengths_are_packed():
-    call = Call(PACKED, 16, 16, 3, 2, 2, 10, trains=False, lengths=(3, 20, 7))
-    q, k, _, _ = call.inputs("cpu")
-    assert q.shape == k.shape == (30, 2, 16)
-    assert call.offsets(q.device).tolist() == [0, 3, 23, 30]
-    assert "3 to 20 tokens" in str(call)
-    assert auto_random.measure(0, 0, call, "cpu", timer({})).chosen == "low"
-
-
 def test_who_is_wrong_does_not_count():
     found = row({"auto": 1.0, "low": 1.0, "torch": 1.1, "fa4": 0.5}, {"fa4": [0.001, 1.4, 0.1, 0.1]})
     assert (found.wrong, found.best, found.is_right) == (["fa4"], 1.0, True)
@@ -91,15 +74,6 @@ def test_a_call_that_auto_does_not_run_is_lost():
     assert "chosen within 3% of the fastest: 1.000" in text
 
 
-def test_torchs_pick_is_timed_twice_and_the_lesser_counts():
-    of = row({"auto": 1.0, "low": 2.0, "torch": 1.0, "cudnn": 1.1, "flash": 1.2})
-    for picked, right in (("cudnn", [True, True, False]), ("flash", [True, False, True]), ("", [True, False, False])):
-        found = [
-            dataclasses.replace(of, chosen=chosen, picked=picked).is_right for chosen in ("torch", "cudnn", "flash")
-        ]
-        assert found == right
-
-
 def test_whose_gradients_are_wrong_under_a_mask_is_not_the_packages_choice(monkeypatch):
     """Regression: cuDNN counted as chosen under windows that `sagebwd.dispatch` gives to others."""
     known = times((0, 0, 9, 9), (64, 64), TRAINING, WINDOW, full=None, cudnn=(0, 0, 1, 1))
@@ -108,32 +82,6 @@ def test_whose_gradients_are_wrong_under_a_mask_is_not_the_packages_choice(monke
         call = Call(WINDOW, 64, 64, 32, 8, 2, tokens, left=127)
         found = row({"low": 2.0, "torch": 0.9, "cudnn": 1.0}, picked="cudnn")
         assert auto_random.ms_by_package(call, found, "NVIDIA H200") == ms
-
-
-def test_the_report_says_what_has_lost():
-    rows = [
-        row({"auto": 1.0, "low": 1.0, "torch": 2.0}), row({"auto": 1.0, "low": 1.0, "torch": 0.9}),
-        row({"auto": 0.1, "low": 0.1, "torch": 0.095}),
-    ]  # fmt: skip
-    text, fine = auto_random.report(rows)
-    assert not fine
-    for part in (
-        "from 0.3 ms on: 2 calls, auto over the fastest: least 0.900", "lost: 0.900: a call: so",
-        "below: 1 calls, auto over the fastest: least 0.950", "chosen within 3% of the fastest: 0.333",
-    ):  # fmt: skip
-        assert part in text
-    assert auto_random.report(rows[:1])[1]
-    assert auto_random.report([]) == ("", True)
-
-
-def test_the_report_says_how_far_the_timer_is_off():
-    """`auto` is timed beside the contender that it runs."""
-    of = row({"auto": 1.0, "low": 0.96, "torch": 2.0})
-    assert of.apart == pytest.approx(1 / 0.96)
-    assert dataclasses.replace(of, chosen="fa4").apart is None
-    nearer, reverse = row({"auto": 1.0, "low": 1.02, "torch": 2.0}), row({"auto": 1.0, "low": 1.05, "torch": 2.0})
-    text, _ = auto_random.report([of, nearer, reverse])
-    assert "timed twice, as auto and by itself: 2 of 3 are more than 3% apart" in text
 
 
 def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, PACKED, WINDOW
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, WINDOW
 from tools import auto_shapes
 from tools.auto_shapes import Call
 
@@ -15,15 +15,6 @@ SMALL = [Call(kind, 16, 16, 2, 2, 2, 64) for kind in KINDS]
 def clock(auto):
     """A timer by which `auto` takes so many ms, and torch's ways 1."""
     return lambda runs, device: {name: (auto if name == "auto" else 1.0, 0.1) for name in runs}
-
-
-@pytest.mark.parametrize("call", SMALL, ids=lambda call: call.kind)
-def test_a_call_of_each_kind(call):
-    row = auto_shapes.measure(call, "cpu", clock(0.5))
-    has_torch = call.kind != PACKED  # whose function needs a GPU
-    assert row.ran == ("full on torch" if has_torch else "full on reference")
-    assert row.why.startswith(f"{row.ran} at head_dim 16: ")
-    assert row.over_torch == row.over_fastest == (2.0 if has_torch else None)
 
 
 @pytest.mark.parametrize("kind", [CAUSAL, WINDOW])

@@ -2,13 +2,11 @@
 
 import json
 import re
-from pathlib import Path
-from statistics import fmean
 
 import pytest
 
 from sagebwd.auto.fit import fitted
-from sagebwd.auto.model import FORWARD, TRAINING
+from sagebwd.auto.model import FORWARD
 from tools import fit_auto
 
 
@@ -62,42 +60,6 @@ def test_a_score_counts_what_is_lost():
     assert fit_auto.Score().cells()[0] == "0"
 
 
-def test_rows_of_a_bench_are_those_of_mixed_beside_cudnn():
-    (path,) = (path for path in fit_auto.files_of_model() if "attention_h100" in path)
-    facts, found = fit_auto.rows_of(path)
-    raw = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    assert 0 < len(found) < len(raw)
-    assert {row["direction"] for row in found} == {FORWARD, TRAINING}
-    assert {row["recipe"] for row in found} == {"mixed"}
-    assert facts["gpu"] == "NVIDIA H100 80GB HBM3"
-
-
-def test_other_files_are_refused():
-    path = fit_auto.RESULTS / "auto_h200_2026-11-26_3f70cad.json"
-    with pytest.raises(ValueError, match=r"expected crossings_\*.json, timings_\*.json, attention_\*.json or packed_"):
-        fit_auto.rows_of(str(path))
-
-
-def test_kinds_of_a_file():
-    path = fit_auto.RESULTS / "crossings_h200_2026-11-26_3f70cad.json"
-    _, found = fit_auto.rows_of(f"{path}:causal,full")
-    assert {row["kind"] for row in found} == {"causal", "full"}
-    assert len(found) == sum(row["kind"] in ("causal", "full") for row in fit_auto.rows_of(str(path))[1])
-    with pytest.raises(ValueError, match="no rows of triangle, head_dim any; kinds are full, causal"):
-        fit_auto.rows_of(f"{path}:triangle")
-
-
-def test_widths_of_a_file():
-    path = fit_auto.RESULTS / "crossings_h200_2026-11-25_7133de8.json"
-    _, found = fit_auto.rows_of(f"{path}:window,mask@96,192/128")
-    assert {(row["kind"], row["value_dim"]) for row in found} == {
-        ("window", 96), ("mask", 96), ("window", 128), ("mask", 128)
-    }  # fmt: skip
-    assert {row["head_dim"] for row in found} == {96, 192}
-    with pytest.raises(ValueError, match="no rows of mask, head_dim 72; kinds are"):
-        fit_auto.rows_of(f"{path}:mask@72")
-
-
 def test_peers_count_among_what_is_chosen():
     """A call that mixed takes 1.2 ms of and FlashAttention-4 .6 is lost where the model does not know the peer."""
     path = fit_auto.RESULTS / "timings_h200_2026-11-28_214a762.json"
@@ -109,14 +71,6 @@ def test_peers_count_among_what_is_chosen():
     assert all_of.right > fewer.right
     without = [one._replace(full={"cudnn": one.full["cudnn"]}) for one in times]
     assert sum(fit_auto.choices(without, rows)["window", FORWARD].losses) > 2 * sum(all_of.losses)
-
-
-def test_drawn_calls_are_asked_about_by_the_package():
-    """Of calls that were drawn and timed on other H200s than those of the fit."""
-    score = fit_auto.drawn_score(fit_auto.RESULTS / "auto_h200_2026-11-28_614c2a6.json")
-    assert len(score.losses) == 124
-    assert score.right > 0.85 * 124
-    assert fmean(score.losses) < 0.02
 
 
 def test_the_command_prints_residuals_and_what_is_held_out(capsys, tmp_path, monkeypatch):

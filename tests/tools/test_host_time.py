@@ -85,19 +85,6 @@ assert described
 """
 
 
-@pytest.mark.parametrize("named", ["masks", "mixed-masks", "new-masks", "auto", "fused"])
-def test_what_the_text_names_is_taken(named, monkeypatch, capsys):
-    """Regression: mixed-masks was refused as a recipe's name."""
-    from tools import host_time
-
-    for of in ("take_driver", "take_runtime"):
-        monkeypatch.setattr(host_time, of, lambda folder: None)
-    for of in ("measure_masks", "measure_new_masks", "measure_auto", "measure_fused"):
-        monkeypatch.setattr(host_time, of, lambda **_: {"a call": 7.0})
-    host_time.main([named])
-    assert capsys.readouterr().out == f"{named} a call 7 us\n"
-
-
 @pytest.mark.skipif(not (shutil.which("cc") and HEADERS.exists()), reason="needs a C compiler and Python's headers")
 @pytest.mark.parametrize(("recipe", "repeated"), [("mixed", 0)])
 def test_a_description_is_bound(recipe, repeated):

@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import math
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.kernels.sm90.widths import FORMS as HOPPER
 from tools import fuzz
 from tools.matrix import __main__ as matrix
-from tools.matrix import check, exact, forms, groups, large, sizes, workers
+from tools.matrix import check, forms, sizes
 from tools.matrix.forms import FORMS, cell_of
 
 TINY = ["--device", "cpu", "--processes", "1", "--head-dim", "8", "--form", "packed-causal", "--recipe", "token"]
@@ -93,79 +91,6 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
         if len(found & {"causal", "packed-causal", "padding"}) == len(found) == 1
     }
     assert set(sizes.rotated()) <= once
-
-
-def test_the_cover_meets_every_variant_in_every_form_at_each_alignment():
-    rows = rows_of("cover")
-    assert {sizes.alike(max(dims)) for dims in sizes.KINDS} == {
-        (columns, divisor) for columns in (32, 64, 128, 256) for divisor in (16, 8, 1)
-    } - {(32, 16), (256, 8)}  # 16 and 32, and the eight of the test above
-    at = {variant: met(rows, *variant) for variant in VARIANTS}
-    for variant, found in at.items():
-        assert all(len(found[dims]) >= 8 for dims in sizes.VARIED), variant
-        for form in FORMS:
-            widths = [max(dims) for dims in sizes.VARIED if form in found[dims]]
-            assert len(widths) >= 4, (variant, form)
-            assert {sizes.alike(width)[1] for width in widths} == {16, 8, 1}, (variant, form)
-    for dims in sizes.VARIED:
-        assert set().union(*(found[dims] for found in at.values())) == set(FORMS), dims
-
-
-def test_every_recipe_has_bounds():
-    assert all(len(check.bounds(row.recipe, 8)) == 5 for row in rows_of("every") if row.recipe != "auto")
-
-
-def test_forms_have_the_lengths_and_strides_that_kernels_may_fail_at():
-    assert {0, 1, 2, 17, 300} <= set(FORMS["packed-causal"].lengths_q)
-    assert 0 in FORMS["packed"].lengths_k
-    assert {form.contiguous for form in FORMS.values()} == {False, True}
-    assert {form.heads // form.kv_heads for form in FORMS.values()} == {1, 2, 4}
-    assert {form.layout for form in FORMS.values()} == {"dense", "packed", "padded", "masked"}
-    assert any(length % 2 for length in FORMS["causal"].lengths_q)
-    batch = large.BATCH * large.FORMS["many-heads"].heads
-    assert min(batch, large.SEQUENCES) > 65535
-    assert large.LONG * large.FORMS["over-2^31"].heads * 128 > 2**31
-    for form in FORMS:
-        inputs = cell(form).inputs("cpu")
-        spoilt = cell(form).with_spoilt(inputs)
-        assert [x.stride() for x in spoilt] == [x.stride() for x in inputs]
-        same = all(map(torch.equal, inputs, spoilt))
-        assert same == (not FORMS[form].spoilt), form
-
-
-@pytest.mark.parametrize("size", ["short", "cover", "every"])
-def test_groups_hold_each_row_once_and_none_is_the_last_to_end(size):
-    rows = [*rows_of(size), *large.cells()]
-    found = groups.groups_of(rows)
-    for parts in (1, 3):
-        divided = [row for part in range(parts) for group in found[part::parts] for row in group]
-        assert sorted(map(str, divided)) == sorted(map(str, rows))
-    seconds = [sum(groups.costs(group)) for group in found]
-    large_ones = len({row.form for row in large.cells()})
-    assert all(group[0].form in large.FORMS for group in found[:large_ones])
-    assert seconds[large_ones:] == sorted(seconds[large_ones:], reverse=True)
-    assert max(seconds[large_ones:]) <= groups.LONGEST
-    assert size == "every" or sum(seconds) < 16 * (550 if size == "cover" else 120)
-    # what launches the same kernels is in one process, after the row that compiles them
-    where = {}
-    for number, group in enumerate(found):
-        for row in group:
-            where[row.width, row.recipe, row.dtype, row.form, row.value_dim, row.head_dim] = number
-    for (*names, form, value_dim, head_dim), number in where.items():
-        like = (*names, forms.LIKE.get(form, form), value_dim, head_dim)
-        assert where.get(like, number) == number, (names, form)
-
-
-def test_fp32_is_sdpa():
-    row = cell("grouped-causal")
-    inputs = row.inputs("cpu")
-    leaves = [x.float().requires_grad_() for x in inputs[:3]]
-    o = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-    expected = o.detach(), *torch.autograd.grad(o, leaves, inputs[3].float())
-    o, lse, *gradients = exact.outcome(row, inputs, *exact.visible_and_bias(row, "cpu"))
-    for x, y in zip((o, *gradients), expected):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    assert lse.shape == o.shape[:3]
 
 
 @pytest.mark.parametrize("form", ["packed", "padding-nan", "sinks", "head-nan", "packed-nan"])
@@ -268,14 +193,6 @@ def test_the_command_runs_records_and_resumes(tmp_path, capfd, monkeypatch):
     assert "2 rows, 0 of them there" in capfd.readouterr().out
     assert matrix.main([*TINY, *paths, "--commit", "abc", "--part", "3/3"]) == 0
     assert "0 rows, 0 of them there" in capfd.readouterr().out
-
-
-def test_a_process_that_dies_loses_one_row():
-    row = cell("17-tokens")
-    bad = replace(row, form="dies", shape=None)  # which has no shape to draw
-    groups = [[row, bad, replace(row, recipe="full")]]
-    found = [row for rows in workers.run(groups, 1, "reference", "cpu", math.inf) for row in rows]
-    assert [row["status"] for row in found] == ["ok", "crashed", "ok"]
 
 
 @pytest.mark.gpu

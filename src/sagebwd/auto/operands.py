@@ -2,8 +2,9 @@
 
 On a GPU torch's cuDNN gives NaN or numbers of 1e17 where q, k or v has rows that begin at no multiple of 16 bytes, and
 its FlashAttention-2 raises (torch 2.11, H200); a peer may refuse them. So they are copied, and so is dO on its way
-back. Gradients by cuDNN were wrong where dO had other strides than in the first call of its kind (torch 2.11, H200),
-as if its plan were kept for the strides of q, k and v alone. So dO gets O's, but in a trace, whose strides stay.
+back, which gets O's strides: gradients by cuDNN were wrong where dO had other strides than in the first call of its
+kind, as if its plan were kept for the strides of q, k and v alone. In a trace too: AOTAutograd makes dO contiguous
+where O is a graph's output.
 
 Kernels that take the maximum of scores before they scale them overflow under a scale below 0, and under a mask 0 times
 -inf is NaN, on a CPU too. So Q takes the sign: -Q and a scale of 1 are Q and a scale of -1, bit for bit.
@@ -11,7 +12,7 @@ Kernels that take the maximum of scores before they scale them overflow under a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from sagebwd.call import empty_like_rows
 # Devices on which torch reads tensors wherever they lie.
 ANYWHERE = ("cpu", "meta")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_OF_A_TRACE = (FakeTensor, FunctionalTensor)
 _LIBRARY = torch.library.Library("sagebwd", "FRAGMENT")
 
 
@@ -50,22 +52,17 @@ def is_in_place(x: Tensor, begin: int, *, rows: bool = True) -> bool:
     return last == 1 and begin % TAKEN == 0 and not (rows and any(s * x.itemsize % TAKEN for s in outer))
 
 
-def _are_dense_in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """`is_in_place` of three tensors of four dimensions and one dtype, in half a microsecond."""
-    a, b, c, q_last = q.stride()
-    d, e, f, k_last = k.stride()
-    g, h, i, v_last = v.stride()
-    begin, rows = q.data_ptr() | k.data_ptr() | v.data_ptr(), (a | b | c | d | e | f | g | h | i) * q.itemsize
-    return not (begin | rows) % TAKEN and q_last == k_last == v_last == 1
-
-
-def _are_packed_in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """The same of three dimensions."""
-    a, b, q_last = q.stride()
-    c, d, k_last = k.stride()
-    e, f, v_last = v.stride()
-    begin, rows = q.data_ptr() | k.data_ptr() | v.data_ptr(), (a | b | c | d | e | f) * q.itemsize
-    return not (begin | rows) % TAKEN and q_last == k_last == v_last == 1
+def _are_in_place(*tensors: Tensor) -> bool:
+    """`is_in_place` of tensors of one dtype, of which every call asks."""
+    begins = strides = 0
+    for x in tensors:
+        *outer, last = x.stride()
+        if last != 1:
+            return False
+        begins |= x.data_ptr()
+        for stride in outer:
+            strides |= stride
+    return not (begins | strides * tensors[0].itemsize) % TAKEN
 
 
 def moved(x: Tensor) -> Tensor:
@@ -81,14 +78,13 @@ def placed(run: Callable[..., Tensor], query: Tensor, value: Tensor, factor: flo
     looks = is_looked_at(query) or is_looked_at(value)
     if factor is None and not looks:
         return run
-    are_there = _are_dense_in_place if query.dim() == 4 else _are_packed_in_place
 
     def given(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor:
         if factor is not None:
             query = query * factor
         if not looks:
             return run(query, key, value, *rest)
-        if not are_there(query, key, value):
+        if not _are_in_place(query, key, value):
             query, key, value = (in_place(x) if is_looked_at(x) else x for x in (query, key, value))
         out = run(query, key, value, *rest)
         if out.grad_fn is not None:
@@ -102,11 +98,26 @@ def _all_as_output(strides: tuple[int, ...], gradients: tuple[Tensor | None, ...
     return tuple(x if x is None or not is_looked_at(x) else as_output(x, strides) for x in gradients)
 
 
-def as_output(do: Tensor, strides: tuple[int, ...]) -> Tensor:
+def as_output(do: Tensor, strides: Sequence[int]) -> Tensor:
     """dO in place, with the strides of O, which was allocated for it alone."""
-    if do.stride() != strides:
-        do = torch.empty_strided(do.shape, strides, dtype=do.dtype, device=do.device).copy_(do)
-    return in_place(do)
+    return torch.ops.sagebwd.as_output(do, strides) if torch.compiler.is_compiling() else _as_output(do, strides)
+
+
+def _as_output(do: Tensor, strides: Sequence[int]) -> Tensor:
+    if do.stride() == tuple(strides):
+        return _in_place(do)
+    if _is_plain(do):
+        return _strided(do, strides)
+    return torch.ops.sagebwd.strided(do, strides) if isinstance(do, _OF_A_TRACE) else _in_place(do)
+
+
+def _strided(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy with these strides."""
+    return _empty_strided(x, strides).copy_(x)
+
+
+def _empty_strided(x: Tensor, strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
 def traced(
@@ -121,15 +132,16 @@ def traced(
 
 
 class _GradientInPlace(torch.autograd.Function):
-    """An output as it is; a trace knows no hooks."""
+    """An output as it is, whose gradient gets its strides; a trace knows no hooks."""
 
     @staticmethod
     def forward(ctx, out):
+        ctx.strides = out.stride()
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx, do):
-        return in_place(do)
+        return as_output(do, ctx.strides)
 
 
 def bias_in_place(bias: Tensor) -> Tensor:
@@ -151,20 +163,27 @@ def _in_place(x: Tensor, rows: bool = True) -> Tensor:
 
     torch.compile drops a clone that differs in its first byte alone.
     """
-    is_plain = x.__class__ in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    is_plain = _is_plain(x)
     begin = x.data_ptr() if is_plain else x.storage_offset() * x.itemsize
     if is_in_place(x, begin, rows=rows):
         return x
     if is_plain:
         return moved(x)
-    if isinstance(x, (FakeTensor, FunctionalTensor)):
+    if isinstance(x, _OF_A_TRACE):
         return torch.ops.sagebwd.moved(x)
     return x.clone(memory_format=torch.contiguous_format)  # of another subclass, as DTensor, which lacks the operator
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor has memory of its own."""
+    return x.__class__ in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 # As torch's own ``contiguous``: a trace has what it calls in its place, which is nothing where x is in place.
 _LIBRARY.define("in_place(Tensor(a) x, bool rows=True) -> Tensor(a)")
 _LIBRARY.impl("in_place", _in_place, "CompositeImplicitAutograd")
+_LIBRARY.define("as_output(Tensor(a) do, SymInt[] strides) -> Tensor(a)")
+_LIBRARY.impl("as_output", _as_output, "CompositeImplicitAutograd")
 
 
 @torch.library.custom_op("sagebwd::moved", mutates_args=())
@@ -174,3 +193,6 @@ def _moved(x: Tensor) -> Tensor:
 
 _moved.register_fake(empty_like_rows)
 _moved.register_autograd(lambda ctx, do: do)
+
+torch.library.custom_op("sagebwd::strided", _strided, mutates_args=(), schema="(Tensor x, SymInt[] strides) -> Tensor")
+torch.library.register_fake("sagebwd::strided", _empty_strided)

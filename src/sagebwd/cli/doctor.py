@@ -30,19 +30,14 @@ class Answer:
 
 def facts() -> dict[str, str]:
     """Versions and hardware, by name."""
+    found = {"sagebwd": __version__, "python": platform.python_version(), "torch": torch.__version__}
     try:
         import triton
 
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "not installed: the kernels need it (pip install triton)"
-    found = {
-        "sagebwd": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "CUDA (torch)": torch.version.cuda or "none: this torch is built for CPUs",
-    }
+        found[triton.__name__] = triton.__version__
+    except ImportError as error:
+        found[error.name] = "not installed: the kernels need it (pip install triton)"
+    found["CUDA (torch)"] = torch.version.cuda or "none: this torch is built for CPUs"
     if os.environ.get("TRITON_INTERPRET") == "1":
         found["TRITON_INTERPRET"] = "1: triton's kernels are interpreted, which is very slow"
     if not torch.cuda.is_available():

@@ -1,7 +1,6 @@
 """The command line: `sagebwd doctor | trace | estimate | --version`.
 
-Errors that a person can mend are one line and exit code 2, Ctrl-C is one line and exit code 130. Commands import what
-they need when they run, so that `sagebwd --help` is quick and a missing extra is named.
+Commands import what they need when they run, so that `sagebwd --help` is quick and a missing extra is named.
 """
 
 from __future__ import annotations

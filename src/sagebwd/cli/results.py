@@ -39,6 +39,7 @@ def environment(device: str, commit: str | None = None) -> dict[str, object]:
         else None,
         **{package.__name__: package.__version__ for package in (torch, triton)},
         "flash_attn_4": installed_version("flash-attn-4"),
+        "flash_attn_3": installed_version("flash-attn-3"),
         "commit": commit or command_output("git", "rev-parse", "--short", "HEAD"),
         "dirty": None if commit else bool(command_output("git", "status", "--porcelain")),
         "date": date.today().isoformat(),

@@ -1,8 +1,5 @@
-"""Calls of Transformers that run on torch's scaled_dot_product_attention, in full precision.
-
-Those that continue a KV cache do, and under "auto" layers whose heads have more channels than low precision takes:
-Gemma 4's global layers have 512 beside 256 in the others. Such a model trains in low precision but for these layers,
-which a warning names once.
+"""Calls of Transformers that run on torch's scaled_dot_product_attention, in full precision: those that continue a KV
+cache, and under "auto" layers whose heads have more channels than low precision takes, as Gemma 4's global layers.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ def check(
 ) -> None:  # fmt: skip
     """Raises what `sagebwd.norm_rope.functions.qk_norm_rope` does."""
     _check_rows(query, key)
+    checks.alike(query=query, key=key, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
+    for ids in position_ids if isinstance(position_ids, tuple) else (position_ids,):
+        checks.alike(query=query, position_ids=ids)
     check_known(impl)
     _check_norm(query, q_weight, k_weight, eps)
     if rope not in ROPES:

@@ -4,12 +4,10 @@ import json
 import math
 import statistics
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from safetensors.torch import save_file
 
 from lab import __main__ as cli
 from lab.studies import assay, planted_faults
@@ -56,44 +54,6 @@ def test_the_command(folder, command):
     assert "2 windows" in printed
 
 
-def test_weights_and_tokens_of_continued_training(folder, command):
-    model = load_model(folder / "model")
-    weights = {name: x.detach().clone() for name, x in model.named_parameters()}
-    losses = []
-    for text, factor in (("text.txt", 0), ("ids.npy", 0), ("ids.npy", 1), ("ids.npy", 2)):
-        if text == "ids.npy":
-            np.save(folder / text, np.array([i * i % 64 for i in range(300)], np.uint16))
-        more = ["--text", str(folder / text), "--recipe", "full", "--no-faults"]
-        if factor:
-            save_file({name: factor * x for name, x in weights.items()}, folder / "weights.safetensors")
-            more += ["--weights", str(folder / "weights.safetensors")]
-        assert command(*given(folder, *more))[0] == 0
-        kept = json.loads((folder / "found.json").read_text())
-        assert (kept["impl"], kept["weights"]) == (
-            "reference",
-            str(folder / "weights.safetensors") if factor else None,
-        )
-        losses.append(kept["rows"][0]["loss"])
-    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2])
-    assert losses[3] != pytest.approx(losses[0], rel=1e-3)
-    save_file({"lm_head.weight": weights["lm_head.weight"]}, folder / "weights.safetensors")
-    code, _, said = command(*given(folder, *more))
-    assert (code, f"of {len(weights)} of the model it has 1" in said) == (2, True)
-
-
-def test_what_the_command_refuses(folder, command):
-    model = ["assay", "--model", str(folder / "model")]
-    for arguments, told in (
-        (["assay"], "expected one of --model"),
-        ([*model, "--config", "configs/grid/small.yaml"], "expected one of --model"),
-        (model, "--model wants a --text"),
-        ([*model, "--text", "x", "--windows", "1"], "windows=1 must be at least 2"),
-    ):
-        code, _, said = command(*arguments)
-        assert code == 2
-        assert told in said
-
-
 @pytest.fixture
 def call():
     generator = torch.Generator().manual_seed(0)
@@ -134,35 +94,6 @@ def test_planted_faults_are_what_they_say(call):
         assert changed == [[0, 0, 1, 0], [0, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]][index]
 
 
-def row(index, **recipes):
-    groups = {name: {"all": dict(zip(assay.MEASURES, values))} for name, values in recipes.items()}
-    return {"window": index, "loss": 1.0, "recipes": {name: {"loss": 0.0, **of} for name, of in groups.items()}}
-
-
-def test_an_arm_is_told_apart_by_pairs_of_windows():
-    noise = [0.01 * math.sin(7 * i) for i in range(16)]
-    small = [1e-4 * math.cos(5 * i) for i in range(16)]
-    rows = [
-        row(i, **{"token": (0.05 + n, n, 0.001), "token, moved": (0.05 + n + e, n - e, 0.001 + e / 9),
-                  "token, dV 8% small": (0.05 + n + e, n - 1e-3 + e, 0.001 + e / 9)})
-        for i, (n, e) in enumerate(zip(noise, small))
-    ]  # fmt: skip
-    own, moved, *_, fault = (arm for arm in assay.arms("token", "reference") if arm.name in rows[0]["recipes"])
-    same, found = assay.differences(rows, [own, moved, fault])
-    assert (same.apart, same.right) == (False, True)
-    assert (found.apart, found.right, found.measure, found.group) == (True, True, "slope", "all")
-    assert found.mean == pytest.approx(-1e-3, abs=1e-4)
-    assert found.interval[0] < found.mean < found.interval[1] < 0
-    # an arm that differs and should not, and a fault that no measure shows
-    unlike = assay.Difference(moved, "error", "all", 1.0, (0.9, 1.1), 0.001)
-    blind = assay.Difference(fault, "error", "all", 0.0, (-1.0, 1.0), 0.9)
-    assert not unlike.right
-    assert not blind.right
-    assert "NO" in drawn(assay.table_of_faults([same, blind]))
-    assert [arm.name for arm in assay.arms("mixed", None)][:3] == ["mixed", "mixed, moved", "mixed, emulated"]
-    assert [arm.name for arm in assay.arms("bf16", None)] == ["bf16"]
-
-
 def test_full_precision_is_the_models_own(folder):
     model = load_model(folder / "model")
     (ids,) = text_windows(model, folder / "model", folder / "text.txt", 64)
@@ -174,41 +105,6 @@ def test_full_precision_is_the_models_own(folder):
     assert again == pytest.approx(loss, rel=1e-5)
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-3, atol=1e-5)
-
-
-def test_error_and_slope_of_each_layer():
-    exact = {
-        "model.layers.0.self_attn.q_proj.weight": torch.tensor([2.0, 0.0]),
-        "model.layers.10.self_attn.q_proj.weight": torch.tensor([0.0, 4.0]),
-        "model.layers.10.mlp.weight": torch.tensor([3.0]),
-        "model.embed_tokens.weight": torch.tensor([1.0]),
-    }
-    found = {name: x.clone() for name, x in exact.items()}
-    found["model.layers.10.self_attn.q_proj.weight"] = torch.tensor([0.0, 3.0])
-    of = assay.compared(found, exact)
-    none = {"error": 0.0, "slope": 0.0}
-    groups = [of, *of["layers"].values()]
-    angles = [group.pop("angle") for place in groups for name, group in place.items() if name != "layers"]
-    assert sum(angle > 1e-6 for angle in angles) == 3, "of all, of the layer and of a group that turned"
-    assert of["layers"] == {
-        "0": {"all": none, "q_proj": none},
-        "10": {
-            "all": {"error": pytest.approx(1 / 5), "slope": pytest.approx(-4 / 25)},
-            "q_proj": {"error": pytest.approx(1 / 4), "slope": pytest.approx(-1 / 4)},
-        },
-    }
-    assert of["q_proj"] == {"error": pytest.approx((1 / 20) ** 0.5), "slope": pytest.approx(-4 / 20)}
-    assert of["all"]["slope"] == pytest.approx(-4 / 30)
-
-
-def test_means_over_windows_are_those_of_all():
-    slopes, errors, found = [0.25, -0.5, 1.0, 0.125], [0.1, 0.3, 0.2, 0.5], None
-    for count, (slope, error) in enumerate(zip(slopes, errors), 1):
-        found = assay.average(found, count, {"slope": slope, "error": error})
-        seen = slopes[:count]
-        assert found["slope"] == pytest.approx(statistics.mean(seen))
-        assert found["slope_error"] == pytest.approx(statistics.stdev(seen) / math.sqrt(count) if count > 1 else 0)
-    assert found["error"] == pytest.approx(statistics.mean(errors))
 
 
 @pytest.fixture

@@ -44,15 +44,6 @@ def test_outputs_depend_on_later_tokens_of_their_block_through(recipe, operands)
         assert (found["outlier", "near"]["o"] > 0) == (operand in operands), operand
 
 
-@pytest.mark.parametrize("recipe", ["paper", "token", "mixed"])
-def test_tokens_like_the_others_move_an_output_by_its_rounding(recipe):
-    recipe = Recipe.parse(recipe)
-    error = causality.error(recipe, 0)["o"]
-    for operand in "kv":
-        # both results are that near to the exact output, which does not move
-        assert causality.dependence(recipe, operand, 0, tokens=1024)["second half", "far"]["o"] < 2 * error
-
-
 def test_dq_depends_on_the_rest_of_the_sequence_through_the_mean_of_o():
     """Of an INT8 dP: on what O of later queries depends on, and on no dO but its own."""
     for operand in causality.OPERANDS:
@@ -65,14 +56,6 @@ def test_dq_depends_on_the_rest_of_the_sequence_through_the_mean_of_o():
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("recipe", [INT8_DP, "token(dp=int8)", "mixed(dp=int8)"])
-def test_tokens_like_the_others_move_dq_of_an_int8_dp_by_its_rounding(recipe):
-    recipe = Recipe.parse(recipe)
-    error = causality.error(recipe, 0)["dq"]
-    for operand in causality.OPERANDS:
-        assert causality.dependence(recipe, operand, 0, tokens=512)["second half", "far"]["dq"] < 2 * error
-
-
 def moved_by_an_outlier(name, inputs, recipe):
     """How far a result before the last block moves where 1000 is added to the last key and value; its error before."""
     changed = inputs | {x: causality.added_to_last(inputs[x], 1000) for x in "kv"}
@@ -80,19 +63,6 @@ def moved_by_an_outlier(name, inputs, recipe):
     found = causality.run(inputs, recipe), causality.run(changed, recipe), exact
     before, after, exact = (x[name][..., : 1024 - 128, :] for x in found)
     return relative_l2(after, before), relative_l2(before, exact)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("recipe", [INT8_DP, "token(dp=int8)"])
-def test_an_outlier_moves_dq_of_an_int8_dp_by_rounding(recipe, head_dim):
-    """By at most four times its error without it: a key of 1000 takes all weight of the one query that sees it.
-
-    Its value is 1000 more, which moves the mean of O over 1024 queries by 1; measured 2.1 to 3.0.
-    """
-    inputs = causality.draw(0, 1024, head_dim)
-    inputs["q"][..., -1, :] = inputs["q"][..., -1, :].abs()
-    moved, error = moved_by_an_outlier("dq", inputs, Recipe.parse(recipe))
-    assert 1 < moved / error < 4
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -108,11 +78,6 @@ def test_an_outlier_moves_outputs_before_its_block_by_rounding(recipe, bound, he
     """
     moved, error = moved_by_an_outlier("o", causality.draw(0, 1024, head_dim), Recipe.parse(recipe))
     assert moved <= bound * error
-
-
-def test_a_scale_of_the_sequence_lets_an_outlier_reach_all_outputs():
-    """What the bound above is for: V's scale of the sequence makes V's channels 0 but for the outlier."""
-    assert causality.dependence(Recipe.parse("token(v_scale=sequence)"), "v", 0)["outlier", "far"]["o"] > 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from rich.console import Console
 
 from lab.training import compare as comparison
 from lab.training import pretrain, run_dir
-from lab.training.report import Run, gap, smoothed
 from tests.lab.training.faults import interrupted, lose
 from tests.lab.training.runs import losses, write_run
 
@@ -113,29 +112,6 @@ def test_a_variant_that_diverges_is_reported_and_the_others_go_on(config, tmp_pa
     assert "token: diverged before" in capsys.readouterr().err
 
 
-def test_the_gap_needs_a_baseline_that_did_not_diverge(config, tmp_path, calls, monkeypatch):
-    real = pretrain.run
-
-    def run(variant, output, resume=False):
-        real(variant, output, resume)
-        if variant.attention.recipe != "token":
-            return
-        (output / run_dir.CONFIG).write_text(f"digest: {variant.digest()}")
-        content = json.loads((output / run_dir.RESULT).read_text()) | {
-            "diverged": "the loss", "held_out_loss": None, "largest_logit": None, "train_loss": None,
-        }  # fmt: skip
-        (output / run_dir.DIVERGED).write_text(json.dumps(content))
-        (output / run_dir.RESULT).unlink()
-        raise pretrain.TrainingStopped("the loss")
-
-    monkeypatch.setattr(pretrain, "run", run)
-    outcomes = comparison.compare(config, tmp_path / "out")
-    assert [x.gap for x in outcomes] == [0, None, pytest.approx(0.01)]
-    assert [x.diverged for x in outcomes] == [None, "the loss", None]
-    first_diverged = config.replace({"variants": {"token": {}, "paper": {"attention.recipe": "paper"}}})
-    assert [x.gap for x in comparison.compare(first_diverged, tmp_path / "out")] == [None, None]
-
-
 @pytest.mark.rounding
 def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path):
     config = config.replace({"variants": {"full precision": {"attention.recipe": "sdpa"}, "token": {}}})
@@ -146,12 +122,6 @@ def test_really_trained_variants_resume_to_the_same_comparison(config, tmp_path)
     assert [x.held_out_loss for x in resumed] == [x.held_out_loss for x in whole]
     assert abs(whole[1].gap) < 0.05
     assert losses(tmp_path / "whole" / "token") != losses(tmp_path / "whole" / "full precision")
-
-
-def test_a_folder_of_other_settings_is_refused(config, tmp_path, calls):
-    comparison.compare(config, tmp_path / "out")
-    with pytest.raises(ValueError, match="full precision holds a run of other settings"):
-        comparison.compare(config.replace({"seed": 3}), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -170,26 +140,3 @@ def test_bad_variants(tiny, tmp_path, calls, variants, only, message):
     with pytest.raises(ValueError, match=message):
         comparison.compare(tiny.replace({"variants": variants}), tmp_path / "out", only)
     assert calls == []
-
-
-def run(name, held_out, losses=(3.0, 2.0)):
-    metrics = [{"step": i, "tokens": 10 * i, "loss": loss, "grad_norm": 1.0} for i, loss in enumerate(losses)]
-    metrics += [
-        {"step": i, "tokens": t, "held_out_loss": loss, "largest_logit": 2.0} for i, (t, loss) in enumerate(held_out)
-    ]
-    return Run(name, {}, "token", metrics, {})
-
-
-def test_gap_is_taken_where_both_were_measured():
-    tokens, gaps = gap(run("b", [(10, 2.5), (20, 2.0), (30, 1.9)]), run("a", [(10, 2.4), (30, 2.0)]))
-    assert tokens == [10, 30]
-    assert [round(gap, 6) for gap in gaps] == [0.1, -0.1]
-
-
-def test_smoothing_neither_lags_nor_shortens():
-    slope = [float(x) for x in range(100)]
-    assert smoothed(slope) == pytest.approx(slope)
-    noisy = [(-1.0) ** x for x in range(100)]
-    assert max(map(abs, smoothed(noisy)[5:-5])) < 0.3
-    assert smoothed([]) == []
-    assert smoothed([2.0]) == [2.0]

@@ -103,11 +103,6 @@ def test_digest_sees_what_changes_numbers_and_nothing_else():
     assert latent.digest() != latent.replace({"model.value_dim": None}).digest()
 
 
-def test_a_monitor_changes_no_digest():
-    config = Config("x")
-    assert config.digest() == config.replace({"monitor.every": 7, "monitor.threshold": 0.2}).digest()
-
-
 def test_as_dict_reads_back(tmp_path):
     config = Config("x", variants={"a": {"attention.recipe": "paper"}})
     path = write(tmp_path / "x.yaml", yaml.safe_dump(config.as_dict()))
@@ -135,15 +130,3 @@ def test_a_fused_attention_is_a_recipe_of_heads():
     latent = {"model.head_dim": 96, "model.value_dim": 64, "model.qk_norm": False}
     with pytest.raises(ValueError, match=r"model\.value_dim=64 with attention\.fuse=true"):
         fused.replace(latent)
-
-
-def differing(one, other, prefix=""):
-    """Dotted keys in which two nested dictionaries differ."""
-    keys = set()
-    for key in one.keys() | other.keys():
-        a, b = one.get(key), other.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys |= differing(a, b, f"{prefix}{key}.")
-        elif a != b:
-            keys.add(f"{prefix}{key}")
-    return keys

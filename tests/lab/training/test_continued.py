@@ -2,19 +2,16 @@
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lab.training import kernel_commit, packed
-from lab.training.config import load
 from lab.training.continued import comparison, tokens, workers
 from lab.training.continued import train as one
 from lab.training.continued.config import Continued
@@ -168,57 +165,6 @@ def test_each_run_begins_with_the_models_own_weights(config):
         assert torch.equal(weight, first)
 
 
-def test_weights_are_kept_after_the_steps_that_are_named(config, tmp_path):
-    run = next(iter(config.runs().values())).replace({"logging.weights_at": [1, 4]})
-    assert run.digest() == next(iter(config.runs().values())).digest()
-    trainee = one.Trainee(run, "cpu")
-    assert one.train(trainee, run, "sdpa", tmp_path / "run") == RESULT
-    assert {path.name for path in (tmp_path / "run").glob("*.safetensors")} == {
-        "weights-1.safetensors", "weights-4.safetensors"
-    }  # fmt: skip
-    first, last = (load_file(tmp_path / "run" / f"weights-{step}.safetensors") for step in (1, 4))
-    trained = dict(trainee.model.named_parameters())
-    assert set(first) == set(last) == set(trained)
-    for name, weight in trained.items():
-        assert torch.equal(last[name], weight)
-        assert not torch.equal(first[name], weight)
-
-
-def test_compiled_layers_do_not_look_into_attention(config, monkeypatch):
-    """One compilation serves every attention, forward and backward."""
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    compiled = []
-
-    def compile(module):
-        compiled.append(module)
-        module._compiled_call_impl = torch._dynamo.optimize("eager")(module._call_impl)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile)
-    run = config.replace({"optimisation.compile": True}).runs()[f"lr-0.001/seed-3/{FULL}"]
-    torch._dynamo.reset()
-    trainee = one.Trainee(run, "cpu")
-    assert len(compiled) == len(trainee.model.model.layers)
-    ids = one.held_out(run, 64)
-    found = {}
-    frames = []
-    for recipe in ("sdpa", "mixed"):
-        trainee.switch.chosen = one.Attention(recipe)
-        found[recipe] = trainee.of(ids, "fp32")
-        found[recipe].mean().backward()
-        frames.append(torch._dynamo.utils.counters["frames"]["total"])
-    torch._dynamo.reset()
-    assert frames[0] == frames[1] > 0
-    assert found["sdpa"].tolist() != found["mixed"].tolist()
-    torch.testing.assert_close(found["sdpa"], found["mixed"], atol=5e-2, rtol=0)
-
-
-def test_rates(config):
-    rates = [one.rate_at(step, config.replace({"optimisation.learning_rate": 1.0})) for step in range(4)]
-    assert rates == pytest.approx([1.0, 1.0, 0.75, 0.25])
-    flat = config.replace({"optimisation.schedule": "constant", "optimisation.warmup_steps": 2})
-    assert [one.rate_at(step, flat) for step in range(4)] == pytest.approx([5e-5, 1e-4, 1e-4, 1e-4])
-
-
 def test_a_loss_that_is_not_finite_ends_its_run_and_has_no_gap(config, tmp_path, here):
     wild = config.replace({"stages": [{"learning_rate": 1e30, "variants": [FULL, "mixed"]}], "seeds": [3]})
     assert comparison.train(wild, tmp_path / "out") == []
@@ -244,25 +190,3 @@ def test_a_token_file(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             use()
-
-
-def test_the_tree_of_kernels_is_gits(tmp_path):
-    (tmp_path / "part" / "__pycache__").mkdir(parents=True)
-    (tmp_path / "part" / "__pycache__" / "x.pyc").write_text("left out")
-    (tmp_path / "part" / "a.py").write_text("a = 1\n")
-    (tmp_path / "part.py").write_text("")
-    (tmp_path / ".gitignore").write_text("__pycache__\n")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *arguments], check=True)
-    (tmp_path / ".git").rename(tmp_path.with_suffix(".git"))
-    git = ["git", f"--git-dir={tmp_path.with_suffix('.git')}", "rev-parse", "HEAD^{tree}"]
-    assert (
-        kernel_commit.tree(tmp_path) == subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    )
-
-
-def test_the_config_in_the_repository_is_understood():
-    runs = load(CONFIG, None, Continued).runs()
-    assert len(runs) == 60
-    assert list(runs)[:2] == [f"lr-0.0001/seed-0/{FULL}", "lr-0.0001/seed-0/mixed"]

@@ -1,5 +1,4 @@
 import json
-import lzma
 import os
 import re
 
@@ -41,43 +40,12 @@ def test_held_out_documents_are_not_trained_on(tmp_path, corpus):
     assert not numbers[0] & numbers[1]
 
 
-@pytest.mark.parametrize("ending", [".txt.xz", ".txt.zst"])
-def test_compressed_files_read_as_the_plain_one(tmp_path, corpus, ending):
-    packed = tmp_path / f"packed{ending}"
-    compress = lzma.compress if ending == ".txt.xz" else pytest.importorskip("zstandard").compress
-    packed.write_bytes(compress(corpus.read_bytes()))
-    plain, other = (text.load(config(tmp_path, source=str(path))) for path in (corpus, packed))
-    assert np.array_equal(plain.train, other.train)
-
-
 def test_a_held_out_file_of_its_own(tmp_path, corpus):
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("Something else entirely, several times over. " * 20, encoding="utf-8")
     tokens = text.load(config(tmp_path, source=str(corpus), held_out=str(held_out)))
     assert "Something else" in decoded(tokens.held_out)
     assert "Something else" not in decoded(tokens.train)
-
-
-def test_bpe_trained_on_the_spot(tmp_path, corpus):
-    chosen = config(tmp_path, source=str(corpus), tokenizer="bpe:300")
-    tokens = text.load(chosen)
-    assert tokens.vocabulary == 300
-    assert len(tokens.train) < 0.7 * len(text.load(config(tmp_path, source=str(corpus))).train)
-    assert int(tokens.train.max()) < 300
-
-
-def test_tokenizer_file(tmp_path, corpus):
-    chosen = config(tmp_path, source=str(corpus), tokenizer="bpe:300")
-    text._train_bpe(chosen.data, 300).save(str(tmp_path / "tokenizer.json"))
-    from_file = text.load(config(tmp_path, source=str(corpus), tokenizer=str(tmp_path / "tokenizer.json")))
-    assert np.array_equal(from_file.train, text.load(chosen).train)
-
-
-def test_python_stdlib(tmp_path):
-    tokens = text.load(config(tmp_path, source="python-stdlib", max_megabytes=0.5))
-    assert 400_000 < len(tokens.train) < 3_000_000
-    assert "import " in decoded(tokens.train[:20000])
-    assert len(tokens.held_out) > 0
 
 
 def test_hub_dataset_streams_from_a_local_folder(tmp_path):

@@ -2,21 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from lab.training.config import FULL_PRECISION
 from lab.training.model import build
-from sagebwd.integrations import transformers as integration
-
-
-def test_embeddings_get_rows_up_to_a_multiple(tiny):
-    plain, padded = (build(tiny.replace({"model.vocabulary_multiple": multiple}), 257) for multiple in (1, 128))
-    assert plain.config.vocab_size == 257
-    assert padded.config.vocab_size == padded.get_input_embeddings().weight.shape[0] == 384
-    ids = torch.arange(64)[None] * 4
-    assert padded(input_ids=ids).logits.shape[-1] == 384
-    assert torch.isfinite(padded(input_ids=ids, labels=ids).loss)
+from sagebwd.integrations import transformers_fusion as fusion
 
 
 def logits(model, ids):
@@ -36,10 +24,8 @@ def test_it_is_transformers_own(tiny, kv_heads):
 
 @pytest.mark.rounding
 def test_a_fused_model_is_the_unfused(tiny, monkeypatch):
-    seen, real = [], integration.qk_norm_rope_attention
-    monkeypatch.setattr(
-        integration, "qk_norm_rope_attention", lambda *x, **settings: seen.append(1) or real(*x, **settings)
-    )
+    seen, real = [], fusion.attend
+    monkeypatch.setattr(fusion, "attend", lambda *given: seen.append(1) or real(*given))
     ids, found = torch.arange(40).reshape(2, 20), []
     for fuse in (False, True):
         model = build(tiny.replace({"attention.recipe": "full", "attention.fuse": fuse}), 257)
@@ -60,50 +46,6 @@ def test_latent_attention_is_transformers_own(tiny):
     torch.testing.assert_close(ours, logits(model, ids))
     assert not any("expert" in name for name, _ in model.named_parameters())
     assert model.model.layers[0].self_attn.kv_b_proj.in_features == 4 * 32
-
-
-def test_latent_attention_asks_for_its_pair_of_widths(tiny, monkeypatch):
-    from sagebwd.integrations import transformers as integration
-
-    real, seen = integration.sage_attention, []
-
-    def watched(query, key, value, *arguments, **settings):
-        seen.append((query.shape[-1], key.shape[-1], value.shape[-1], settings["recipe"]))
-        return real(query, key, value, *arguments, **settings)
-
-    monkeypatch.setattr(integration, "sage_attention", watched)
-    model = build(tiny.replace({"attention.recipe": "token", "attention.impl": "reference", **LATENT}), 257)
-    ids = torch.arange(20)[None]
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert set(seen) == {(48, 48, 32, "token")}
-    assert all(torch.isfinite(weight.grad).all() for weight in model.parameters())
-
-
-@pytest.mark.rounding
-def test_no_mask_is_made_where_it_is_compiled(tiny, monkeypatch):
-    real, masks = F.scaled_dot_product_attention, []
-
-    def watched(query, key, value, attn_mask=None, **kwargs):
-        masks.append((attn_mask, kwargs.get("is_causal")))
-        return real(query, key, value, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    model = build(tiny.replace({"attention.recipe": "sdpa"}), 257)
-    counter = CompileCounterWithBackend("eager")
-    torch.compile(model, backend=counter)(input_ids=torch.arange(20)[None])
-    assert counter.frame_count >= 1
-    assert masks, "attention was never called"
-    assert set(masks) == {(None, True)}
-
-
-@pytest.mark.rounding
-def test_backends_by_name(tiny, monkeypatch):
-    monkeypatch.setitem(FULL_PRECISION, "cudnn", "MATH")  # which a CPU has
-    ids = torch.arange(20)[None]
-    models = [build(tiny.replace({"attention.recipe": name}), 257) for name in ("sdpa", "cudnn")]
-    names = [model.config._attn_implementation for model in models]
-    assert names == ["full-precision-sdpa", "full-precision-cudnn"]
-    torch.testing.assert_close(logits(models[0], ids), logits(models[1], ids))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -106,28 +106,6 @@ def test_heads_checked_are_the_worst_the_largest_logits_and_others_in_turn(model
     assert choose_heads(call, 9, 1, 7) == [0, 1, 2, 3]
 
 
-def test_every_check_is_logged_with_its_time_and_share(watched, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    pretrain.run(watched, tmp_path / "run")
-    lines = checks(tmp_path / "run")
-    assert [line["step"] for line in lines] == [2, 4, 6, 8]
-    for line in lines:
-        assert 0 < line["monitor/share"] < 1
-        assert line["monitor/seconds"] > 0
-        assert all(0 < line[f"monitor/layer_{layer}/{name}"] < 1 for layer in (0, 1) for name in ("dq", "dk", "o"))
-    summary = result(tmp_path / "run")["monitor"]
-    assert summary["checks"] == 4
-    assert summary["seconds"] == pytest.approx(sum(line["monitor/seconds"] for line in lines))
-    assert 0 < summary["share"] <= summary["seconds"] / sum(line["monitor/seconds"] for line in lines)
-    assert [layer["recipe"] for layer in summary["layers"].values()] == ["token", "token"]
-    (folder,) = {path.parent for path in (tmp_path / "run" / "tensorboard").rglob("events*")}
-    board = EventAccumulator(str(folder)).Reload()
-    points = {point.step: point.value for point in board.Scalars("train/monitor/layer_1/dq")}
-    assert points == pytest.approx({line["step"]: line["monitor/layer_1/dq"] for line in lines})
-    assert "train/monitor/share" in board.Tags()["scalars"]
-
-
 def test_the_share_is_the_checks_part_of_the_time_and_too_much_is_said_once(watched, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(monitoring.time, "monotonic", lambda: clock[0])
@@ -151,12 +129,6 @@ def test_the_share_is_the_checks_part_of_the_time_and_too_much_is_said_once(watc
     assert [event["message"] for event in events if event["layer"] is None] == [
         "checks take 11.1% of the time, above 2%; monitor.every=12 would not"
     ]
-
-
-def test_full_precision_and_no_checks_have_no_monitor(watched, tmp_path):
-    pretrain.run(watched.replace({"attention.recipe": "sdpa"}), tmp_path / "run")
-    assert checks(tmp_path / "run") == []
-    assert result(tmp_path / "run")["monitor"] is None
 
 
 def test_a_key_outlier_warns_of_its_layer_and_changes_nothing(watched, tmp_path, outlier):

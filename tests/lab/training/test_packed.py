@@ -36,12 +36,3 @@ def test_what_was_packed_comes_back(runs, tmp_path):
     assert len(list((tmp_path / "again").glob("*/*"))) == len(list(runs.glob("*/*")))
     with pytest.raises(ValueError, match=r"metrics\.jsonl is there already; give another folder"):
         packed.unpack(tmp_path / "packed", tmp_path / "again")
-
-
-def test_runs_of_one_seed_are_found():
-    names = ["seed-3/full precision", "seed-3/mixed", "seed-4/full precision"]
-    runs = [{"run": name} for name in names]
-    assert packed.by_seed(runs) == [runs[:2], runs[2:]]
-    assert packed.by_seed([{"run": "a"}, {"run": "b"}]) == [[{"run": "a"}, {"run": "b"}]]
-    assert packed.name_of({"seed": 3, "variant": "mixed"}) == names[1]
-    assert packed.name_of({"variant": "mixed"}) == "mixed"

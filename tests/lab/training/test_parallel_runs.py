@@ -65,50 +65,6 @@ def test_a_run_that_fails_is_named_and_the_others_end(config, tmp_path):
     assert json.loads((tmp_path / "out" / "full precision" / RESULT).read_text())["steps"] == 8
 
 
-class Endless:
-    """In place of subprocess.Popen: a process that ends when it is told to, one of "short" in names at once."""
-
-    started, stopped = [], []
-
-    def __init__(self, arguments, **streams):
-        self.name = Path(arguments[arguments.index("--output") + 1]).name
-        self.returncode = 1 if self.name == "short" else None
-        self.started.append(self.name)
-
-    def poll(self):
-        return self.returncode
-
-    def terminate(self):
-        self.stopped.append(self.name)
-
-    def wait(self):
-        return self.returncode
-
-
-def test_time_is_up(config, tmp_path, monkeypatch):
-    streams = {"DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
-    monkeypatch.setattr(parallel_runs, "subprocess", SimpleNamespace(Popen=Endless, **streams))
-    monkeypatch.setattr(parallel_runs, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(parallel_runs, "end_of", lambda config, run_dir: RESULT)
-    Endless.started, Endless.stopped = [], []
-    ended = []
-    one = next(iter(config.each_variant().values()))
-    runs = {f"seed-3/{name}": one for name in ("short", "long", "longer", "never")}
-    parallel_runs.train(runs, tmp_path, 2, seconds=0.5, ended=ended.append)
-    assert ended == ["seed-3/short"]
-    assert Endless.started == ["short", "long", "longer"]
-    assert Endless.stopped == ["long", "longer"]
-
-    # none is started that would outlast the rest of the time, as the longest so far tells
-    seconds = iter(range(0, 1000, 10))
-    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda length: None)
-    monkeypatch.setattr(parallel_runs, "time", clock)
-    Endless.started = []
-    runs = {f"seed-{seed}/short": one for seed in range(9)}
-    parallel_runs.train(runs, tmp_path, 1, seconds=70)
-    assert 1 < len(Endless.started) < 5
-
-
 def test_gpus_as_the_environment_names_them(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []

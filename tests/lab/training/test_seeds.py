@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.training import packed, parallel_runs, run_dir, seeds
+from lab.training import packed, parallel_runs, seeds
 from lab.training.gaps import gaps
 from lab.training.run_dir import COMPARISON
 from tests.lab.training.runs import write_run
@@ -61,14 +61,6 @@ def test_what_has_ended_when_time_is_up_counts_and_the_same_command_goes_on(conf
     seeds.train(config, [6], tmp_path / "out", PAIR, results=tmp_path / "kept")
     (row,) = gaps([tmp_path / "kept"])
     assert len(row.gaps) == 4
-
-
-def test_a_pair_whose_baseline_has_not_ended_waits(config, trained, tmp_path):
-    seeds.train(config, [3, 4], tmp_path / "out", PAIR)
-    (tmp_path / "out" / "seed-4" / "full precision" / run_dir.RESULT).unlink()
-    seeds.gather(config, tmp_path / "out", None)
-    (row,) = gaps([tmp_path / "out"])
-    assert len(row.gaps) == 1
 
 
 def test_what_would_not_count_is_not_trained(config, trained, tmp_path, monkeypatch):

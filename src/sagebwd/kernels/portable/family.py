@@ -27,7 +27,7 @@ FAMILY = Family(
         {**dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT)), **_TILES}, form, _WIDTHS, powers_of_two=True,
     ),
     auto="token",
-    gpu="a CUDA device",
-    runs_on=lambda capability: capability > 0,
+    gpu="a GPU of compute capability 8.0 or more",
+    runs_on=lambda capability: capability >= 80,
     interpreted=True,
 )  # fmt: skip

@@ -33,10 +33,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     apart = recipe.first_keys if o_int8 else 0
     q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
-    k_mean, v_mean, v_scale, number = launch_statistics(
-        k, v, keys, key_mask, smooth_k=recipe.smooth_k, smooth_v=o_int8 and recipe.smooth_v,
-        v_scale=o_int8 and recipe.v_scale == "sequence", first_keys=apart, k_sampled=recipe.k_mean == "sample",
-    )  # fmt: skip
+    k_mean, v_mean, v_scale, number = launch_statistics(recipe, k, v, keys, key_mask)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
@@ -99,7 +96,7 @@ def backward(
     of_dp = (v, do) if values is None else (values.v_int8, do_int8)
     shared = q_operand, k_operand, *of_dp, k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
-    dq, dk, dv = empty_gradients(recipe, call.head_dim, o, v)
+    dq, dk, dv = empty_gradients(call.head_dim, o, v)
     launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
     launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
     return dq, dk, dv

@@ -45,17 +45,13 @@ DEVICE void four_opaque(int* y, int x) {
                : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3]) : "r"(x));
 }
 
-// Two numbers of 16 bits.
-DEVICE u32 to_16bit(float low, float high) {
-  u32 y;
 #if HALF
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#define OF_16BIT "f16"
 #else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#define OF_16BIT "bf16"
 #endif
-  return y;
-}
-
+// Two numbers of 16 bits.
+DEVICE u32 to_16bit(float low, float high) { u32 y; asm("cvt.rn." OF_16BIT "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y; }
 DEVICE float from_16bit(u16 x) {
 #if HALF
   float y;
@@ -72,13 +68,8 @@ DEVICE float from_fp16(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "
 DEVICE u32 add_fp16(u32 a, u32 b) { u32 y; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
 
 // Of two numbers of 16 bits each the larger and the smaller, or NaN where either is.
-#if HALF
-#define TWO_16BIT "f16x2"
-#else
-#define TWO_16BIT "bf16x2"
-#endif
-DEVICE u32 max_two(u32 a, u32 b) { u32 y; asm("max.NaN." TWO_16BIT " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
-DEVICE u32 min_two(u32 a, u32 b) { u32 y; asm("min.NaN." TWO_16BIT " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+DEVICE u32 max_two(u32 a, u32 b) { u32 y; asm("max.NaN." OF_16BIT "x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
+DEVICE u32 min_two(u32 a, u32 b) { u32 y; asm("min.NaN." OF_16BIT "x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b)); return y; }
 
 // ---- products ----
 
@@ -95,33 +86,16 @@ DEVICE void mma(const int* start, bool first, int* c, const u32* a, u32 b0, u32 
                : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start[0]), "r"(start[1]), "r"(start[2]), "r"(start[3]));
 }
-// c += a b, (16 x 16) (16 x 8) of 16 bits.
-DEVICE void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) {
-#if HALF
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// c = start + a b, (16 x 16) (16 x 8) of 16 bits.
-DEVICE void mma_16bit(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
-#if HALF
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-#endif
-               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
-}
-
-// The same of FP16, whatever 16 bits are.
-DEVICE void mma_fp16(const float* start, float* c, const u32* a, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
-}
+#define MMA_16(NAME, OF) /* c = start + a b, (16 x 16) (16 x 8) of 16 bits */ \
+  DEVICE void NAME(const float* start, float* c, const u32* a, u32 b0, u32 b1) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." OF "." OF ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3])); \
+  }
+MMA_16(mma_16bit, OF_16BIT)
+MMA_16(mma_fp16, "f16")  // whatever 16 bits are
+// c += a b.
+DEVICE void mma_16bit(float* c, const u32* a, u32 b0, u32 b1) { mma_16bit(c, c, a, b0, b1); }
 
 // Rows of a, (16 x 16) FP16, are added up: all lanes of a quad get rows g in c[0] and g + 8 in c[2].
 DEVICE void add_rows(float* c, const u32* a) {
@@ -205,6 +179,16 @@ DEVICE float rounded_down(float x) { return as_float(as_word(x) & ~3u); }
 // Codes, the low bytes of four numbers MAGIC_F + code.
 DEVICE u32 pack(float a, float b, float c, float d) {
   return __byte_perm(__byte_perm(as_word(a), as_word(b), 0x0040), __byte_perm(as_word(c), as_word(d), 0x0040), 0x5410);
+}
+
+// Of the four lanes that share a row, the sum and the largest.
+DEVICE float over_row(float x) {
+  x += from_lane_xor(x, 1);
+  return x + from_lane_xor(x, 2);
+}
+DEVICE float largest_over_row(float x) {
+  x = max_nan(x, from_lane_xor(x, 1));
+  return max_nan(x, from_lane_xor(x, 2));
 }
 
 // ---- codes ----

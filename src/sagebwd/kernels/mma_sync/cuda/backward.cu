@@ -213,8 +213,7 @@ KERNEL backward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const i8
       float top[2] = {LEAST, LEAST};
       UNROLL for (int n = 0; n < 8; n++) UNROLL for (int r = 0; r < 4; r++) top[r >> 1] = max_nan(top[r >> 1], p[i][n][r]);
       UNROLL for (int h = 0; h < 2; h++) {
-        float y = max_nan(top[h], from_lane_xor(top[h], 1));
-        y = max_nan(y, from_lane_xor(y, 2));
+        const float y = largest_over_row(top[h]);
         p_scale[i][h] = y;
         top[h] = 127.0f * reciprocal(y);
       }
@@ -258,8 +257,7 @@ KERNEL backward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const i8
       }
 #endif
       UNROLL for (int h = 0; h < 2; h++) {
-        float y = max_nan(top[h], from_lane_xor(top[h], 1));
-        y = max_nan(y, from_lane_xor(y, 2));
+        const float y = largest_over_row(top[h]);
         ds_scale[i][h] = y * (1 / 127.0f);
         top[h] = 127.0f * reciprocal(y);
       }

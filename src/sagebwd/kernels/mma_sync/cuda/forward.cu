@@ -194,10 +194,6 @@ KERNEL forward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const flo
       }
     }
   }
-  auto add_lanes = [&](float x) {
-    x += from_lane_xor(x, 1);
-    return x + from_lane_xor(x, 2);
-  };
   // the keys that are apart: after the loop, whose registers are then the same with any number of them
   auto number_of = [&](int n) { return first_numbers ? first_numbers[batch * FIRST + n] : n; };
   auto scale_of = [&](int key) { return key < keys.length ? k_scale[z_k * total_k + keys.start + key] : 0.0f; };
@@ -230,7 +226,7 @@ KERNEL forward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const flo
       decay[i][h] = exp2_of(m[i][h] - top);
       m[i][h] = top;
       UNROLL for (int c = 0; c < 4; c++) sum += x[c] = exp2_of(x[c] - top);  // P = exp2(S - m)
-      if (PRODUCT_SUMS) sum = add_lanes(sum);
+      if (PRODUCT_SUMS) sum = over_row(sum);
       l[i][h] = l[i][h] * decay[i][h] + (part == 0 ? sum * LEVELS : 0.0f);
       UNROLL for (int j = 0; j < 2; j++) p[i][2 * j + h] = to_16bit(x[2 * j], x[2 * j + 1]);
     }
@@ -253,7 +249,7 @@ KERNEL forward(const i8* q_int8, i64 q_batch, i64 q_head, i64 q_token, const flo
     UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) l[i][h] += load_shared(other + (i * 2 + h) * 128);
   }
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int h = 0; h < 2; h++) {
-    const float sum = PRODUCT_SUMS ? l[i][h] : add_lanes(l[i][h]);
+    const float sum = PRODUCT_SUMS ? l[i][h] : over_row(l[i][h]);
     const int row = row0 + i * 16 + h * 8 + g;
     if (row >= queries.length) continue;
     const bool blind = sum == 0;

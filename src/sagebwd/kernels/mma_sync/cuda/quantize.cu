@@ -130,8 +130,7 @@ template <bool OF_KEYS> DEVICE void quantize_rows(const u16* x, i64 pitch, const
       auto largest = [&]() {
         float amax = 0;
         UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) amax = max_nan(amax, fabsf(y[j][c]));
-        amax = max_nan(amax, from_lane_xor(amax, 1));
-        return max_nan(amax, from_lane_xor(amax, 2));
+        return largest_over_row(amax);
       };
       if (!EVEN) UNROLL for (int j = 0; j < D / 32; j++) UNROLL for (int c = 0; c < 8; c++) y[j][c] *= kept_factor_of(32 * j + 8 * t + c);
       float amax = largest();

@@ -88,9 +88,7 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
     if (TURNED) x[i] *= factor_of(channel_of<8>(i, t));
     largest = max_nan(largest, fabsf(x[i]));
   }
-  largest = max_nan(largest, from_lane_xor(largest, 1));
-  largest = max_nan(largest, from_lane_xor(largest, 2));
-  const float scale = psi_scale(largest), inverse = reciprocal(scale);
+  const float scale = psi_scale(largest_over_row(largest)), inverse = reciprocal(scale);
   UNROLL for (int i = 0; i < D / 4; i++) x[i] = coded(x[i], scale, inverse);
   if (inside) UNROLL for (int j = 0; j < D / 32; j++)
     *(uint2*)(do_int8 + offset_of(do_int8_batch, do_int8_head, do_int8_token, batch, head, token) + 32 * j + 8 * t) = make_uint2(word_of(x + 8 * j), word_of(x + 8 * j + 4));
@@ -109,8 +107,7 @@ KERNEL row_values(const u16* d_o, i64 do_batch, i64 do_head, i64 do_token, const
 #else
   UNROLL for (int i = 0; i < D / 4; i++) delta += x[i] * of_o[i / 8].at(i % 8);
 #endif
-  delta += from_lane_xor(delta, 1);
-  delta += from_lane_xor(delta, 2);
+  delta = over_row(delta);
 #if INT8_DP
   delta *= scale;
 #endif

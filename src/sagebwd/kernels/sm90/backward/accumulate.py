@@ -9,25 +9,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block
-from sagebwd.kernels.sm90.backward.dq_rows import (
-    add_dq_part,
-    add_dq_rows,
-    dq_parts,
-    dq_rows_product,
-    last_dq_rows,
-    store_dq_part,
-    zeros_of_rest,
-)
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block, sum_of_splits
 from sagebwd.kernels.sm90.backward.dq_sums import (
     SLOTS,
     add_dq,
+    add_dq_part,
+    add_dq_rows,
     copy_keys,
     counter_rank_and_count,
+    dq_parts,
     dq_product,
+    dq_rows_product,
+    last_dq_rows,
     release_dq_semaphore,
     store_dq,
+    store_dq_part,
     store_zero_ds,
+    zeros_of_rest,
 )
 from sagebwd.kernels.sm90.backward.epilogue import as_tiles, store_both, store_gradient
 from sagebwd.kernels.sm90.backward.key_blocks import (
@@ -41,10 +39,18 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.m_block import Consumer, Step, dq_row_and_column, m_block, stages_of
-from sagebwd.kernels.sm90.backward.pieces import loaded, pieces_of, repeated, scaled
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, same_of_pairs, scores
-from sagebwd.kernels.sm90.backward.tile import LOG2_E, ROWS, padded_block, program_number, ring
-from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
+from sagebwd.kernels.sm90.backward.tile import (
+    LOG2_E,
+    ROWS,
+    loaded,
+    padded_block,
+    pieces_of,
+    program_number,
+    repeated,
+    ring,
+    scaled,
+)
 
 
 @gluon.jit
@@ -152,7 +158,7 @@ def accumulate(
                 out = as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, len(dk))  # over this warpgroup's V
                 store_gradient(
                     scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, out, work_tile,
-                    work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED,
+                    work_tile.first + CONSUMER * ROWS, sizes, KIND,
                 )  # fmt: skip
         else:
             # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie

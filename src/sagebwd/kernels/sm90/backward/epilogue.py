@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from sagebwd.kernels.common.strided import elements
+from sagebwd.kernels.sm90.backward.block_sparse import sum_of_splits
 from sagebwd.kernels.sm90.backward.tile import ROWS, barrier, reinterpret, store_tile
-from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
 
 
 @gluon.jit
@@ -65,20 +65,25 @@ def as_tiles(memory, desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def store_gradient(
-    pieces, out, strides, desc, memory, work_tile, first_k, sizes, RAGGED: gl.constexpr, IN_TURN: gl.constexpr = False
+    pieces, out, strides, desc, memory, work_tile, first_k, sizes, KIND: gl.constexpr, IN_TURN: gl.constexpr = False
 ):  # fmt: skip
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
 
     memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another. IN_TURN:
     the program has more tiles of keys than one; rows by shared memory would cost its loops of masked blocks 27%.
     """
-    if RAGGED:
+    # a block of TMA is as wide as the form, and would write on into the next head's channels
+    NARROW: gl.constexpr = len(strides) > 3
+    if KIND.RAGGED or (KIND.BY_TOKEN and NARROW):
         store_rows(pieces, out, strides, None if IN_TURN else memory, work_tile, first_k)
     else:
-        row = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k
+        WIDTH: gl.constexpr = pieces[0].shape[1]
+        row, column = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k, 0
+        if KIND.BY_TOKEN:
+            row, column = work_tile.batch * sizes.tokens_k + first_k, work_tile.head * (len(pieces) * WIDTH)
         for piece in gl.static_range(len(pieces)):
             part = memory.index(piece % memory.shape[0])
-            store_block(desc, part, pieces[piece], row, piece * pieces[0].shape[1])
+            store_block(desc, part, pieces[piece], row, column + piece * WIDTH)
 
 
 @gluon.jit
@@ -98,5 +103,5 @@ def store_both(
     if is_mine:
         first_k = work_tile.first + CONSUMER * ROWS
         of_dk, of_dv = tensors.strides[:EACH], tensors.strides[-EACH:]
-        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND.RAGGED, IN_TURN)
-        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND.RAGGED, IN_TURN)
+        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND, IN_TURN)
+        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND, IN_TURN)

@@ -9,11 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from sagebwd.kernels.sm90.backward.dq_rows import dq_rows_product
-from sagebwd.kernels.sm90.backward.dq_sums import dq_product
-from sagebwd.kernels.sm90.backward.pieces import halves, joined
+from sagebwd.kernels.sm90.backward.dq_sums import dq_product, dq_rows_product
 from sagebwd.kernels.sm90.backward.scores import plane
-from sagebwd.kernels.sm90.backward.tile import ROWS, opaque
+from sagebwd.kernels.sm90.backward.tile import ROWS, halves, joined, opaque
 
 
 @gluon.jit

@@ -1,10 +1,15 @@
-"""dQ, dK and dV on Hopper in one Gluon kernel, their products in e4m3 (`sagebwd.reference.float8`).
+"""dQ, dK and dV on Hopper in one Gluon kernel, or dQ and dK alone; products in e4m3 (`sagebwd.reference.float8`).
 
 A warp loads by TMA; warpgroups hold 64 keys each, visit every query block that sees them and share its loads. P^T
 and dS^T are operands of dV and dK in the registers they came in. e4m3 needs no maximum of a whole row, so dS^T also
 goes to shared memory, transposed, and each of two warpgroups computes half of dQ^T over the keys of both, a step
 behind, so that neither waits for the other. TMA adds these to dQ^T in FP16, scaled so that no sum overflows: in any
 order, or where it must be repeatable bit for bit, from the last block of keys that a query sees to the first.
+
+Where registers cannot hold dK beside dV, `value_kernel` computes dV and `key_query_kernel` the others, with what wide
+heads leave room for: each operand of queries has an empty barrier of its own, so that even a single stage has most of
+a step to be loaded again (Q is released after S, dO after dP, Q^T after dK); delta is a plane of row values, not
+channels of dO; dQ is added in rows, half of the channels a warpgroup, 64 before dK's product and the others after it.
 
 Shared memory binds: dev/log/2026-11-22-one-kernel.md counts reads and writes, why dO comes scaled, dQ transposed.
 """
@@ -18,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sagebwd.kernels.sm90.backward.accumulate import accumulate
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
-from sagebwd.kernels.sm90.backward.dq_rows import BOXES
 from sagebwd.kernels.sm90.backward.dq_sums import (
+    BOXES,
     allocate_ds,
     allocate_k_t,
     ds_barriers,
@@ -33,7 +38,16 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     share_place,
     work_tile_of,
 )
-from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, load, origin_of_keys, ring_barriers
+from sagebwd.kernels.sm90.backward.loads import (
+    OPERANDS,
+    Barriers,
+    Loaded,
+    buffers,
+    load,
+    load_by_operand,
+    origin_of_keys,
+    ring_barriers,
+)
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     DELTA_CHANNELS,
@@ -138,6 +152,75 @@ def backward_kernel(
             (load, (
                 descriptors, memory, barriers, origins, tiles_per_cta, number, programs, blocks, heads, seq_q,
                 IN_ORDER, VARLEN, KIND, WIDTH,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
+    # fmt: on
+
+
+@gluon.jit(do_not_specialize=[*steps_of("q", "k", "v", "do"), *Sizes._fields])
+def key_query_kernel(
+    q_desc, k_desc, v_desc, do_desc, q_t_desc, rows_desc, scales_desc, dq_desc, dk_desc, tensors, q_b, q_h, q_column,
+    k_b, k_h, k_column, v_b, v_h, v_column, do_b, do_h, do_column, heads_k, group, tokens_q, tokens_k, total_k,
+    blocks_q, programs, heads_at_once, heads_in_all, lower, upper, factors, KIND: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """dK of 128 keys of one key head, and what they add to dQ; arguments as `backward_kernel`'s.
+
+    rows_desc: three planes, the third -delta, and zeros. dq_desc: (heads * padded queries, D)
+    FP16. dk_desc: 64 channels at a time. heads_at_once: of so many heads every one gets its first program before any
+    gets its second, whether blocks add to dQ in order or not.
+    """
+    VARLEN: gl.constexpr = tensors.cu_seqlens_q is not None
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    Q_STAGES: gl.constexpr = WIDTH.backward.q_stages
+    PIECES: gl.constexpr = WIDTH.head_dim // q_desc.block_shape[1]
+    sizes = Sizes(
+        heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
+    )
+    place = place_of(tensors, sizes, 1, tensors.dq_semaphore is not None)
+    work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place, True)
+    if work_tile.first >= work_tile.length:
+        return
+    seq_q = seq_q_of(work_tile, tensors, sizes)
+    z_q, _ = heads_of(work_tile, sizes, VARLEN)
+    origins = (
+        origin_of_keys(work_tile, k_b, k_h, k_column), origin_of_keys(work_tile, v_b, v_h, v_column),
+        (work_tile.batch * q_b + seq_q.start, q_h, q_column), (work_tile.batch * do_b + seq_q.start, do_h, do_column),
+    )  # fmt: skip
+
+    q, k = buffers(q_desc, Q_STAGES * PIECES), buffers(k_desc, CONSUMERS * PIECES)
+    v, do = buffers(v_desc, CONSUMERS * PIECES), buffers(do_desc, Q_STAGES * PIECES)
+    q_t, k_t = buffers(q_t_desc, PIECES), allocate_k_t(PIECES, q_desc.block_shape[1])
+    rows, scales = buffers(rows_desc, Q_STAGES), buffers(scales_desc, 1)
+    ds, dq = allocate_ds(BLOCK_Q), ()
+    for _ in gl.static_range(BOXES if PIECES > 1 else 1):
+        dq += (buffers(dq_desc, CONSUMERS),)
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_full, count=1)
+    full, empty = ring_barriers(OPERANDS * Q_STAGES, 1)
+    ds_full, ds_empty = ds_barriers()
+    places = ()
+    if VARLEN:
+        places = (share_place(place),)
+    fence_async_shared()
+
+    memory = Loaded(q, k, v, do, q_t, None, rows, None, scales)
+    barriers = Barriers(keys_full, None, full, empty, ds_full, ds_empty)
+    descriptors = Loaded(q_desc, k_desc, v_desc, do_desc, q_t_desc, None, rows_desc, None, scales_desc)
+    own, written = (k_t, ds, dq, None, places), (dq_desc, dk_desc, None)
+    block_0 = padded_block(seq_q.start, work_tile.batch, BLOCK_Q, VARLEN)
+    blocks = (blocks_q, z_q, block_0, tensors.block_sparse, tensors.work_splits, work_tile, tensors.key_mask, tokens_k)
+    heads = (work_tile.head * group, work_tile.head * group + group)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (accumulate, (memory, own, barriers, tensors, written, 1, sizes, factors, 0, KIND, WIDTH)),
+            (accumulate, (memory, own, barriers, tensors, written, 1, sizes, factors, 1, KIND, WIDTH)),
+            (load_by_operand, (
+                descriptors, memory, barriers, origins, work_tile.first, blocks, heads, seq_q,
+                tensors.dq_semaphore is not None, KIND, WIDTH,
             )),
         ],
         [4, 1],

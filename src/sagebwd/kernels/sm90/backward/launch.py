@@ -14,17 +14,25 @@ from sagebwd.kernels.runtime import device
 from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, WorkSplits, block_sparse_and_bias
-from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
-from sagebwd.kernels.sm90.backward.kernel import backward_kernel
-from sagebwd.kernels.sm90.backward.launch_split_dkdv import launch_split_dkdv
+from sagebwd.kernels.sm90.backward.block_sparse import COUNTERS
+from sagebwd.kernels.sm90.backward.descriptor import (
+    Rows,
+    empty_by_head,
+    gradient_blocks,
+    gradient_strides,
+    matrix,
+    transposed,
+    vectors,
+)
+from sagebwd.kernels.sm90.backward.kernel import backward_kernel, key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_tiles_per_cta
-from sagebwd.kernels.sm90.backward.work_splits import COUNTERS
+from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
+from sagebwd.kernels.sm90.longest_first import last_heads
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
-from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients
+from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients, launch_sum_shares
 from sagebwd.kernels.sm90.operands.quantize_k import launch_channel_maxima
-from sagebwd.kernels.sm90.operands.sum_shares import launch_sum_shares
 from sagebwd.masks.band import Band
 
 # FP32 numbers between two blocks' scales in shared memory, where TMA writes from multiples of 128 bytes on.
@@ -43,8 +51,10 @@ def prepare(direction: str, call: Call) -> Call:
     tokens, blocks = (call.queries.tokens, call.keys.tokens), (tile.queries, CONSUMERS.value * ROWS.value)
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     # splits of a list are added up in any order
-    heads = 0 if call.deterministic else call.keys.heads
-    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.split_dkdv)
+    heads, in_all = 0 if call.deterministic else call.keys.heads, call.keys.heads_in_all
+    # two kernels have all heads take turns
+    last = in_all if tile.split_dkdv else last_heads(call.keys.blocks(blocks[1]), in_all, device.num_sms(call.device))
+    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, last)
     # kernels go by the tile's number: how many there are is no part of a call's specification
     return call._replace(mask=None, lists=block_lists._replace(words=block_lists.words[:1]))
 
@@ -114,65 +124,65 @@ def backward(
     do, v, o: any strides with a contiguous last dimension; q and k are read by a prologue's norm alone. With a
     prologue dq and dk are of what forward was given, and gradients of its weights follow (`finish_gradients`).
     """
-    deterministic, q_int8, k_int8, k_scale = call.deterministic, saved.q_int8, saved.k_int8, saved.k_scale
-    queries, keys, head_dim, rows = call.queries, call.keys, call.head_dim, ROWS.value
-    width = widths.width(call.head_dim, call.value_dim)
-    tile = width.backward
-    block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or head_dim
-    largest, dq_semaphore, v_maxima, work_splits = _zeros(call, block_q, v)
-    dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
+    queries, keys, tile = call.queries, call.keys, widths.width(call.head_dim, call.value_dim).backward
+    largest, dq_semaphore, v_maxima, work_splits = _zeros(call, tile.queries, v)
+    dq, dk, dv = empty_gradients(call.columns[0], saved.o, v)
     v_read, do_read, values = _operands_of_dp(call, saved, v, do, dlse, v_maxima, largest, dq, tile)
-    operands = Operands.of(call, q_int8, k_int8, v_read, do_read)
     tensors = Tensors(
-        k_scale, largest, call.key_mask, dk, dv, dq_semaphore, queries.cu_seqlens, keys.cu_seqlens,
+        saved.k_scale, largest, call.key_mask, dk, dv, dq_semaphore, queries.cu_seqlens, keys.cu_seqlens,
         gradient_strides(call, dk, dv), *block_sparse_and_bias(call), work_splits,
     )  # fmt: skip
-    factors = Factors(call.scale, dq_sum_scale(call))
-    tiles_per_cta, heads_at_once = 1, 1
-    if deterministic:
-        heads_at_once = backward_heads_at_once(call, span, block_q, device.num_sms(call.device))
-    elif tile.persistent and work_splits is None:
-        tiles_per_cta = backward_tiles_per_cta(call, span, block_q, device.num_sms(call.device))
-    if tile.split_dkdv:
-        scales = vectors(values.scales, SCALES.value, SCALES_APART)
-        launch_split_dkdv(call, width, operands, values, scales, tensors, factors, heads_at_once, **LAUNCH)
-        return _finished(call, saved, values, largest, q, k, dq, dk, dv, tile)
-    grid = keys.blocks(span * tiles_per_cta)
-    programs = grid * keys.heads_in_all if work_splits is None else len(work_splits.programs)
-    launch(
-        backward_kernel,
-        (programs,),
-        operands.q.blocks(block_q, piece),
-        operands.k.blocks(rows, piece),
-        operands.v.blocks(rows, piece),
-        operands.do.blocks(block_q, piece),
-        transposed(values.q_t, head_dim, piece, block_q),
-        transposed(values.do_t, call.value_dim, piece, block_q),
-        vectors(values.planes, 2 * block_q, 2 * block_q),
-        vectors(values.scales, SCALES.value, SCALES_APART),
-        matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value)),
-        matrix(values.dq_sums, values.dq_sums.shape[1], (rows, piece // 2 if tile.dq_in_rows else rows)),
-        matrix(dk, dk.shape[-1], (rows, piece)),
-        matrix(dv, dv.shape[-1], (rows, piece)),
-        tensors,
-        *operands.steps,
-        **Sizes.of(call, block_q, grid, heads_at_once)._asdict(),
-        tiles_per_cta=tiles_per_cta,
-        factors=factors,
-        KIND=Kind.of(call, block_q, span),
-        WIDTH=width,
-        **LAUNCH,
-    )
-    return _finished(call, saved, values, largest, q, k, dq, dk, dv, tile)
-
-
-def _finished(
-    call: Call, saved: Saved, values: RowValues, largest: Tensor, q: Tensor | None, k: Tensor | None, dq: Tensor,
-    dk: Tensor, dv: Tensor, tile: widths.BackwardTile,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients, once dQ's sums are."""
+    _launch_kernels(call, Operands.of(call, saved.q_int8, saved.k_int8, v_read, do_read), values, tensors)
+    sums = values.dq_sums, values.spread, largest
     if call.prologue is None:
-        launch_finish_dq(call, values.dq_sums, values.spread, largest, dq, tile)
+        launch_finish_dq(call, *sums, dq, tile)
         return dq, dk, dv
-    dq, dk, *shares = launch_finish_gradients(call, saved, values.dq_sums, values.spread, largest, dk, q, k, dq, tile)
+    dq, dk, *shares = launch_finish_gradients(call, saved, *sums, dk, q, k, dq, tile)
     return dq, dk, dv, *launch_sum_shares(*shares)
+
+
+def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: Tensors) -> None:
+    """Write dk and dv of ``tensors``, and add to dQ's sums: by one kernel, or by one for dV and one for dK and dQ."""
+    width, num_sms = widths.width(call.head_dim, call.value_dim), device.num_sms(call.device)
+    keys, tile, rows = call.keys, width.backward, ROWS.value
+    heads = keys.heads_in_all
+    block_q, span, piece = tile.queries, CONSUMERS.value * rows, tile.piece or call.head_dim
+    tiles_per_cta, heads_at_once = 1, heads if tile.split_dkdv else 1
+    if call.deterministic:
+        heads_at_once = backward_heads_at_once(call, span, block_q, num_sms)
+    elif tile.persistent and tensors.work_splits is None:
+        tiles_per_cta = backward_tiles_per_cta(call, span, block_q, num_sms)
+    grid = keys.blocks(span * tiles_per_cta)
+    programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
+    sizes = Sizes.of(call, block_q, grid, heads_at_once)
+    factors = Factors(call.scale, dq_sum_scale(call))
+    kind = Kind.of(call, block_q, span, tensors.dk)
+    options = {"KIND": kind, "WIDTH": width, **LAUNCH}
+    q, k, v, do = (x.blocks(tokens, piece) for x, tokens in zip(operands, (block_q, rows, rows, block_q)))
+    q_t, do_t = (
+        transposed(values.q_t, call.head_dim, piece, block_q),
+        transposed(values.do_t, call.value_dim, piece, block_q),
+    )
+    scales = vectors(values.scales, SCALES.value, SCALES_APART)
+    dq_sums = matrix(values.dq_sums, values.dq_sums.shape[1], (rows, tile.piece // 2 or rows))
+    box = rows, rows if tile.split_dkdv else piece
+    dk, dv = (gradient_blocks(x, kind, box) for x in (tensors.dk, tensors.dv))
+    if not tile.split_dkdv:
+        planes = vectors(values.planes, 2 * block_q, 2 * block_q)
+        delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
+        launch(
+            backward_kernel, (programs,), q, k, v, do, q_t, do_t, planes, scales, delta, dq_sums, dk, dv, tensors,
+            *operands.steps, **sizes._asdict(), tiles_per_cta=tiles_per_cta, factors=factors, **options,
+        )  # fmt: skip
+        return
+    two, four = (vectors(values.planes, 3 * block_q, count * block_q) for count in (2, 4))
+    of_dv = tensors._replace(largest=None, dk=None, dq_semaphore=None, strides=gradient_strides(call, tensors.dv))
+    launch(
+        value_kernel, (programs,), q, k, do_t, two, scales, dv, of_dv, *operands.q.steps, *operands.k.steps,
+        *sizes._replace(heads_at_once=heads), Factors(call.scale), **options,
+    )  # fmt: skip
+    of_dk = tensors._replace(dv=None, strides=gradient_strides(call, tensors.dk))
+    launch(
+        key_query_kernel, (programs,), q, k, v, do, q_t, four, scales, dq_sums, dk, of_dk, *operands.steps, *sizes,
+        factors, **options,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Producer warp of the backward: K and V once a tile, then query blocks into a ring of stages, all by TMA."""
+"""Loading warps of the backward: K and V once a tile, then query blocks into a ring of stages, all by TMA."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block
 from sagebwd.kernels.sm90.backward.key_blocks import key_block, m_block_at, m_block_range
-from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces
-from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_tile
+from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, load_copy, load_pieces, load_tile, ring
+
+# Barriers of a step's operands: Q; dO; the e4m3 copies with their scales. Row values come with Q, in a kernel without
+# dV with dO.
+OF_Q, OF_DO, OF_COPIES, OPERANDS = (gl.constexpr(number) for number in (0, 1, 2, 3))
 
 Operand = tma.tensor_descriptor | gl.shared_memory_descriptor
 
@@ -70,6 +73,15 @@ def ring_barriers(STAGES: gl.constexpr, PARTS: gl.constexpr):
             mbarrier.init(full.index(stage * PARTS + part), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     return full, empty
+
+
+@gluon.jit
+def barrier_of(OPERAND: gl.constexpr, stage, WIDTH: gl.constexpr):
+    """Number of the barrier that an operand's stage is full by."""
+    if WIDTH.backward.split_dkdv:
+        return OPERAND * WIDTH.backward.q_stages + stage
+    else:
+        return stage * OPERANDS + OPERAND
 
 
 @gluon.jit
@@ -167,3 +179,53 @@ def load(
             descriptors, memory, barriers, origin_q, origin_do, m_range, (blocks_q, z_q, block_0), heads, sparse,
             listed[0], step, KIND, WIDTH,
         )  # fmt: skip
+
+
+@gluon.jit
+def load_by_operand(
+    descriptors, memory, barriers, origins, first_k, blocks, heads, seq_q, IN_ORDER: gl.constexpr,
+    KIND: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Load K and V once, then each operand of a query block once its own stage is free."""
+    origin_k, origin_v, origin_q, origin_do = origins
+    row_q, row_q_h, column_q = origin_q
+    row_do, row_do_h, column_do = origin_do
+    blocks_q, z_q, block_0, sparse, splits, keys, key_mask, tokens_k = blocks
+    full, empty = barriers.full, barriers.empty
+    BLOCK_Q: gl.constexpr = WIDTH.backward.queries
+    BLOCK_D: gl.constexpr = WIDTH.head_dim
+    Q_STAGES: gl.constexpr = WIDTH.backward.q_stages
+    PIECES: gl.constexpr = memory.q_t.shape[0]
+    load_keys(descriptors, memory, barriers.keys_full, origin_k, origin_v, first_k, WIDTH)
+    listed = list_of(sparse, splits, keys.batch, keys.head, first_k)
+    at = listed[0]
+    m_range = m_block_range(keys, first_k, key_mask, tokens_k, seq_q, sparse, listed, IN_ORDER, KIND, BLOCK_Q)
+    step = gl.to_tensor(0)
+    # a list has the blocks of all heads
+    for first_head in range(heads[0], heads[1] if sparse is None else heads[0] + 1):
+        for number in range(m_range.begin, m_range.end):
+            head, i = first_head, m_block_at(number, m_range, KIND)
+            if sparse is not None:
+                head, i = head_and_block(listed_block(sparse, at, number)[1])
+                head += first_head
+            z = z_q + head
+            stage, phase = ring(step, Q_STAGES)
+            free = phase ^ 1
+            first = i * BLOCK_Q
+            padded = z * blocks_q + block_0 + i
+            ready = full.index(barrier_of(OF_Q, stage, WIDTH))
+            mbarrier.wait(empty.index(barrier_of(OF_Q, stage, WIDTH)), free)
+            mbarrier.expect(ready, BLOCK_Q * BLOCK_D)
+            load_pieces(descriptors.q, row_q + head * row_q_h + first, head * column_q, ready, memory.q, stage, PIECES)
+            do_ready = full.index(barrier_of(OF_DO, stage, WIDTH))
+            mbarrier.wait(empty.index(barrier_of(OF_DO, stage, WIDTH)), free)
+            mbarrier.expect(do_ready, BLOCK_Q * BLOCK_D * bytes_of(memory.do) + memory.rows.shape[2] * 4)
+            load_tile(descriptors.rows, [padded, 0], do_ready, memory.rows.index(stage))
+            row = row_do + head * row_do_h + first
+            load_pieces(descriptors.do, row, head * column_do, do_ready, memory.do, stage, PIECES)
+            copy_ready = full.index(barrier_of(OF_COPIES, 0, WIDTH))
+            mbarrier.wait(empty.index(barrier_of(OF_COPIES, 0, WIDTH)), (step & 1) ^ 1)
+            mbarrier.expect(copy_ready, BLOCK_Q * BLOCK_D + memory.scales.shape[2] * 4)
+            load_tile(descriptors.scales, [padded, 0], copy_ready, memory.scales.index(0))
+            load_copy(descriptors.q_t, z * BLOCK_D, (block_0 + i) * BLOCK_Q, copy_ready, memory.q_t, 0, PIECES)
+            step += 1

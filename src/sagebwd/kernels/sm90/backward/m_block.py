@@ -20,15 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, Tensors
-from sagebwd.kernels.sm90.backward.dq_rows import (
+from sagebwd.kernels.sm90.backward.dq_sums import (
+    add_dq,
     add_dq_part,
     add_dq_rows,
     dq_parts,
     dq_rows_product,
+    store_dq,
     store_dq_part,
     zeros_of_rest,
 )
-from sagebwd.kernels.sm90.backward.dq_sums import add_dq, store_dq
 from sagebwd.kernels.sm90.backward.fp32_accumulate import (
     accumulate_alternating,
     accumulate_half_n,
@@ -38,8 +39,7 @@ from sagebwd.kernels.sm90.backward.fp32_accumulate import (
     new_product,
 )
 from sagebwd.kernels.sm90.backward.key_blocks import SeqQ, TileCoord
-from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded
-from sagebwd.kernels.sm90.backward.pieces import parts_of_copy, pieces_of
+from sagebwd.kernels.sm90.backward.loads import OF_COPIES, OF_DO, OF_Q, Barriers, Loaded, barrier_of
 from sagebwd.kernels.sm90.backward.scores import (
     dp_minus_delta,
     ds_operand,
@@ -53,14 +53,12 @@ from sagebwd.kernels.sm90.backward.tile import (
     barrier,
     opaque,
     operand_float8,
+    parts_of_copy,
+    pieces_of,
     result,
     ring,
     store_transposed,
 )
-
-# Barriers of a step's operands: Q; dO; the e4m3 copies with their scales. Row values come with Q, in a kernel without
-# dV with dO.
-OF_Q, OF_DO, OF_COPIES, OPERANDS = (gl.constexpr(number) for number in (0, 1, 2, 3))
 
 
 class Consumer(NamedTuple):
@@ -127,15 +125,6 @@ def stages_of(width):
 def accumulator_layout(pieces):
     """Of one of dK's or dV's pieces."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, pieces[0].shape[1], 32])
-
-
-@gluon.jit
-def barrier_of(OPERAND: gl.constexpr, stage, WIDTH: gl.constexpr):
-    """Number of the barrier that an operand's stage is full by."""
-    if WIDTH.backward.split_dkdv:
-        return OPERAND * WIDTH.backward.q_stages + stage
-    else:
-        return stage * OPERANDS + OPERAND
 
 
 @gluon.jit

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sagebwd.kernels.sm90.backward.block_sparse import bias_of, visible_pairs
-from sagebwd.kernels.sm90.backward.pieces import pieces_of
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
@@ -14,6 +13,7 @@ from sagebwd.kernels.sm90.backward.tile import (
     inside_band,
     opaque,
     operand_float8,
+    pieces_of,
     ring,
     visible,
 )

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sagebwd.kernels.sm90.backward.arguments import Sizes, steps_of
-from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block
+from sagebwd.kernels.sm90.backward.block_sparse import head_and_block, list_of, listed_block, sum_of_splits
 from sagebwd.kernels.sm90.backward.epilogue import as_tiles, store_gradient
 from sagebwd.kernels.sm90.backward.fp32_accumulate import accumulate_alternating, fma_in_place, new_product
 from sagebwd.kernels.sm90.backward.key_blocks import (
@@ -31,20 +31,24 @@ from sagebwd.kernels.sm90.backward.key_blocks import (
     work_tile_of,
 )
 from sagebwd.kernels.sm90.backward.loads import Barriers, Loaded, buffers, origin_of_keys, ring_barriers
-from sagebwd.kernels.sm90.backward.pieces import load_copy, load_pieces, loaded, parts_of_copy, pieces_of, repeated
 from sagebwd.kernels.sm90.backward.scores import keys_and_scales, plane, probabilities, same_of_pairs, scores
 from sagebwd.kernels.sm90.backward.tile import (
     CONSUMERS,
     LOG2_E,
     REGISTERS,
     ROWS,
+    load_copy,
+    load_pieces,
     load_tile,
+    loaded,
     operand_float8,
     padded_block,
+    parts_of_copy,
+    pieces_of,
     program_number,
+    repeated,
     ring,
 )
-from sagebwd.kernels.sm90.backward.work_splits import sum_of_splits
 
 
 @gluon.jit
@@ -187,7 +191,7 @@ def accumulate(
         # over this warpgroup's K
         store_gradient(
             dv, tensors.dv, tensors.strides, dv_desc, as_tiles(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
-            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED,
+            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)

@@ -7,7 +7,6 @@ itself. Where anything of that is missing or broken, `unavailable` says what, an
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import hashlib
 import importlib.metadata
@@ -16,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -33,9 +32,9 @@ PARTS = tuple(f"{COMPILER}-libs-{part}" for part in ("base", "core", "cu12", "cu
 VERSIONS = {COMPILER: "4.8.1", LOADER: "0.1.15.post2"}
 EXTRA = "in a clone: pip install '.[hopper]'"
 ENTRY = "forward"
-# Of this package, and its module with the kernel.
+# Of this package, and its folders that the kernel's modules import from.
 ROOT = Path(__file__).parents[3]
-NAME, KERNEL = __name__.removesuffix(".kernels.sm90.forward.compile"), Path("kernels", "sm90", "forward", "kernel.py")
+FOLDERS = "kernels/sm90", "masks"
 
 
 @cache
@@ -127,40 +126,8 @@ def _source() -> str:
 
 
 def sources() -> list[Path]:
-    """The files that what is compiled depends on: this one, the kernel's, and of this package all that it imports."""
-    found, left = {Path(__file__)}, [ROOT / KERNEL]
-    while left:
-        path = left.pop()
-        if path not in found:
-            found.add(path)
-            left += _imported_by(path)
-    return sorted(found)
-
-
-def _imported_by(path: Path) -> Iterator[Path]:
-    """The files of this package that one imports from; none is imported, since the kernel's needs the compiler."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [(node.level, ".".join(filter(None, (node.module, alias.name)))) for alias in node.names]
-        else:
-            continue
-        for level, name in names:
-            first, *parts = name.split(".")
-            if level:
-                yield _file_of(path.parents[level - 1], [first, *parts])
-            elif first == NAME:
-                yield _file_of(ROOT, parts)
-
-
-def _file_of(folder: Path, parts: list[str]) -> Path:
-    """The file of a module, or of the one that has a name, whose last part that is."""
-    for module in (folder.joinpath(*parts), folder.joinpath(*parts[:-1])):
-        for file in (module.with_suffix(".py"), module / "__init__.py"):
-            if file.is_file():
-                return file
-    raise FileNotFoundError(f"{folder.joinpath(*parts)} is no module, and {module} is none that could have it")
+    """The files that what is compiled depends on, and others of their folders: none is imported to find out."""
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def build(variant: Variant, path: Path) -> None:

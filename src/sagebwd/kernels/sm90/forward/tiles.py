@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
-from sagebwd.kernels.sm90.longest_first import MOST_TOGETHER
+from sagebwd.kernels.sm90.longest_first import MOST_TOGETHER, in_turns
 
 
 class Grid(NamedTuple):
@@ -20,7 +20,7 @@ class Grid(NamedTuple):
     tokens_q: Any
     tokens_k: Any
     blocks_q: Any  # tiles of a head, where calls are packed of all sequences as `common.tile.padded_block` has them
-    heads_at_once: Any  # `longest_first.heads_at_once`
+    heads_at_once: Any  # `longest_first.heads_at_once`, under lists its last heads
     heads: Any
     group: Any  # heads that share one of K's
     cu_seqlens_q: Any
@@ -75,7 +75,11 @@ class Tiles:
         variant, tile, owner = self.variant, number, Int32(0)
         if const_expr(variant.varlen):
             tile, owner = self.of_sequences(grid, number)
-        elif const_expr(variant.upper and not (variant.lower or variant.lists)):
+        elif const_expr(variant.lists):
+            first = grid.tiles - grid.heads_at_once * grid.blocks_q
+            if (number >= first) & (number < grid.tiles):
+                tile = in_turns(number, first, grid.heads_at_once, grid.blocks_q)
+        elif const_expr(variant.upper and not variant.lower):
             tile = self.interleaved(grid, number)
         return tile, owner
 

@@ -31,26 +31,11 @@ from sagebwd.kernels.sm90.operands.quantize_k import (
 )
 
 SOURCES = Path(__file__).parent / "cuda"
-# Tokens of a warp of Q, and warps of a block of keys.
-TOKENS, K_WARPS = 8, SCALE_BLOCK // 16
-
-
-class Tiles(NamedTuple):
-    """Warps and heads of a thread block of Q, and thread blocks that a multiprocessor holds; the same of K.
-
-    ahead: whether what comes next is fetched into the cache.
-    """
-
-    q_warps: int = 4
-    q_heads: int = 4
-    q_blocks_an_sm: int = 4
-    k_heads: int = 8
-    k_blocks_an_sm: int = 2
-    ahead: bool = True
-
-
-# Timed within whole blocks; no others were.
-TILES = Tiles()
+# Tokens of a warp of Q; warps and heads of a thread block, and thread blocks that a multiprocessor holds, of Q and of
+# K. Timed within whole blocks; no others were.
+TOKENS = 8
+Q_WARPS, Q_HEADS, Q_BLOCKS_AN_SM = 4, 4, 4
+K_WARPS, K_HEADS, K_BLOCKS_AN_SM = SCALE_BLOCK // 16, 8, 2
 
 
 class Codes(NamedTuple):
@@ -74,13 +59,12 @@ def macros_of(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue
     }  # fmt: skip
 
 
-def sources(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, tiles: Tiles) -> tuple[Source, Source]:
+def sources(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue) -> tuple[Source, Source]:
     """What makes Q's codes, and K's; turned: channels of the rotation, or 0. Tables and weights as `read_prologue`."""
-    shared = macros_of(head_dim, turned, dtype, prologue) | {"AHEAD": tiles.ahead}
-    found = []
+    shared, found = macros_of(head_dim, turned, dtype, prologue), []
     for name, warps, heads, blocks_an_sm, rows in (
-        ("query_codes", *tiles[:3], 2 + tiles.q_warps),
-        ("key_codes", K_WARPS, *tiles[3:5], 1 + tiles.k_heads),
+        ("query_codes", Q_WARPS, Q_HEADS, Q_BLOCKS_AN_SM, 2 + Q_WARPS),
+        ("key_codes", K_WARPS, K_HEADS, K_BLOCKS_AN_SM, 1 + K_HEADS),
     ):
         macros = shared | {"WARPS": warps, "HEADS": heads, "CTAS": blocks_an_sm}
         files = SOURCES / "rows.cuh", SOURCES / f"{name}.cu"
@@ -91,7 +75,7 @@ def sources(head_dim: int, turned: int, dtype: torch.dtype, prologue: Prologue, 
     return tuple(found)
 
 
-def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILES) -> Codes:
+def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor) -> Codes:
     """Codes of q and k normalised and rotated as ``call.prologue`` says; k_mean of a sample if the recipe says so.
 
     q, k: 16 bit, (B, H, N, D) or packed, any strides but the last dimension's; D 64 or 128, all of which rotates or
@@ -124,9 +108,9 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
     q_batch, q_tokens = (1, queries.total) if call.packed else (queries.batch, queries.tokens)
     k_batch = 1 if call.packed else keys.batch
     eps = prologue.eps if with_norm else 0.0
-    of_queries, of_keys = sources(head_dim, call.turned, q.dtype, prologue, tiles)
+    of_queries, of_keys = sources(head_dim, call.turned, q.dtype, prologue)
     arch = capability(call.device)
-    q_programs = q_batch * -(-queries.heads // tiles.q_heads) * -(-q_tokens // (TOKENS * tiles.q_warps))
+    q_programs = q_batch * -(-queries.heads // Q_HEADS) * -(-q_tokens // (TOKENS * Q_WARPS))
     launch(
         kernel_of(of_queries, arch),
         (chunks * all_heads + q_programs,),
@@ -138,7 +122,7 @@ def launch_norm_rope_codes(call: Call, q: Tensor, k: Tensor, tiles: Tiles = TILE
     )  # fmt: skip
     launch(
         kernel_of(of_keys, arch),
-        (max(keys.blocks(SCALE_BLOCK), 1) * k_batch * -(-keys.heads // tiles.k_heads),),
+        (max(keys.blocks(SCALE_BLOCK), 1) * k_batch * -(-keys.heads // K_HEADS),),
         k, *keys.strides(k), out.k.k_int8, *keys.strides(out.k.k_int8), out.k.k_scale, out.k.lane_scale,
         out.k_inverse_rms, prologue.k_weight, *tables_of(prologue.k_cos, prologue.k_sin),
         sums, turned_sums, counts, out.k.k_mean,

@@ -3,8 +3,8 @@
 // the first operand of a product m16n8k16 has them, whose rows g and g + 8 are a thread's. So the two channels of a
 // pair are one thread's, and R's levels between threads, and two others, are a product with 16 x 16 signs.
 // Macros beside common.cuh's: HEADS of a program; NORM and ROPE, 1 where there is one; INTERLEAVED, pairs are channels
-// side by side, else D / 2 apart; WEIGHT_BYTES, 0 without; TABLE_BYTES, of a number of cos and sin: 2, as x, or 4, FP32;
-// AHEAD, 1 where what comes next is fetched into the cache. Threads beyond the last row load it again and store nothing.
+// side by side, else D / 2 apart; WEIGHT_BYTES, 0 without; TABLE_BYTES, of a number of cos and sin: 2, as x, or 4, FP32.
+// Threads beyond the last row load it again and store nothing.
 
 constexpr int J = D / 32;  // chunks of 8 channels of a thread
 constexpr float ROOT = D == 64 ? 0.125f : 0.08838834764831845f;  // 1 / sqrt(D)
@@ -56,7 +56,7 @@ DEVICE void load_row(Eight x[J], const u16* at, int t) {
 }
 // Of a row that comes next, the lines of 128 bytes.
 DEVICE void prefetch_row(const u16* at, int t) {
-  if (AHEAD && t < D / 64) prefetch(at + 64 * t);
+  if (t < D / 64) prefetch(at + 64 * t);
 }
 
 // The weights in shared memory, FP32, ones where one side alone has some; threads meet before they are read.
@@ -65,16 +65,6 @@ DEVICE void share_weights(u32 at, const void* weight) {
   for (int i = threadIdx.x; i < D; i += THREADS)
     store_shared(at + i * 4, as_word(!weight ? 1.0f : WEIGHT_BYTES == 4 ? ((const float*)weight)[i] : from_16bit(((const u16*)weight)[i])));
 #endif
-}
-
-// Sums over the four threads of a row.
-DEVICE float over_row(float x) {
-  x += from_lane_xor(x, 1);
-  return x + from_lane_xor(x, 2);
-}
-DEVICE float largest_over_row(float x) {
-  x = max_nan(x, from_lane_xor(x, 1));
-  return max_nan(x, from_lane_xor(x, 2));
 }
 
 // y, 16 bit in words of two channels, from x: z = x r w; a = z_a cos_a - z_b sin_a, b = z_b cos_b + z_a sin_b.
