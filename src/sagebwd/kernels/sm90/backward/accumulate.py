@@ -158,13 +158,15 @@ def accumulate(
                 out = as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, len(dk))  # over this warpgroup's V
                 store_gradient(
                     scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, out, work_tile,
-                    work_tile.first + CONSUMER * ROWS, sizes, KIND, OUT_LAYOUT,
+                    work_tile.first + CONSUMER * ROWS, sizes, KIND,
                 )  # fmt: skip
         else:
             # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie
             out = as_tiles(dq_part if PERSISTENT else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
             dk = scaled(dk, factors.scale)
-            store_both(dk, dv, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER, KIND, WIDTH, OUT_LAYOUT)
+            store_both(
+                dk, dv, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER, KIND, WIDTH, PERSISTENT, OUT_LAYOUT
+            )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
