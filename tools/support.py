@@ -32,7 +32,7 @@ CARDS = {
 }  # fmt: skip
 """By compute capability."""
 RECIPES = "mixed", "token", "token(dp=int8)", "paper", "full"
-WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
+WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)
 TIMED = "NVIDIA H200"
 
 

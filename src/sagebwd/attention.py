@@ -58,7 +58,7 @@ def sage_attention(
 
     Args:
         query: (batch, heads, tokens, head_dim), bf16 or fp16; fp32 under autocast, on a CPU or with
-            ``impl="reference"``. head_dim up to 256, under "auto" any. Any strides; kernels copy a view whose last one
+            ``impl="reference"``. head_dim up to 512, under "auto" any. Any strides; kernels copy a view whose last one
             is not 1 or that begins at no multiple of 16 bytes. Any number of dimensions before tokens; of three the
             first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse. Of DTensors
             with equal placements, of batch or heads, each process attends to its own, and outputs are such.

@@ -243,15 +243,20 @@ def _refuse_head_dim(name: str, tensor: Tensor, instead: str = _INSTEAD) -> None
     )
 
 
-def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
-    """What of a call torch's own attention alone computes, or None. Raises for a dropout_p that is no probability."""
+def only_torch(
+    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, most: int = capabilities.MAX_HEAD_DIM
+) -> str | None:
+    """What of a call torch's own attention alone computes, or None; most: channels that others take.
+
+    Raises for a dropout_p that is no probability.
+    """
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"dropout_p={dropout_p!r} must be a number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p={dropout_p} must be at least 0 and at most 1")
     for tensor in (query, value):
-        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
-            return f"head_dim {tensor.shape[-1]}, over {capabilities.MAX_HEAD_DIM}"
+        if tensor.shape[-1] > most:
+            return f"head_dim {tensor.shape[-1]}, over {most}"
     if dropout_p != 0:
         return "dropout_p"
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():

@@ -17,6 +17,7 @@ from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
 from sagebwd.masks.kinds import FULL, KINDS, MASK, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 
@@ -125,6 +126,8 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
     if ask.recipe != AUTO:
         return "a switch is on, under which recipe='auto' is one of 'token'"
     if choice.contender is not None and ask.only_torch is not None:
+        if WIDE < max(ask.head_dim, ask.value_dim) <= MAX_HEAD_DIM:
+            return f"{ask.only_torch}, of which no kernels were timed: they run a recipe that is named"
         return f"torch's own attention alone takes {ask.only_torch}"
     on_gpu = ask.device.type == "cuda"
     times = auto_choice.times_of(ask, card) if on_gpu and size is not None else None

@@ -12,6 +12,7 @@ from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
 from sagebwd.cli.hardware import peak_rates
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.families import FAMILIES, REFERENCE
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.reference.metrics import relative_l2
@@ -78,8 +79,8 @@ def _call(device: str, dtype: torch.dtype, widths: tuple[int, int]) -> tuple[tor
 
 
 def is_torchs(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> bool:
-    """Whether "auto" has torch run a call with these properties on any device, since no kernel can."""
-    return recipe == AUTO and checks.only_torch(*_call(device, dtype, widths), None, 0) is not None
+    """Whether "auto" has torch run a call with these properties on any device, since it is wide."""
+    return recipe == AUTO and max(widths) > WIDE
 
 
 def recipe_of(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> Recipe:

@@ -70,7 +70,7 @@ def ring_attention(
     Args:
         query: (batch, heads, tokens, head_dim), what `shard` gave this process of the sequence.
         key, value: (batch, kv_heads, tokens, head_dim), likewise; without ``is_causal`` of any length. head_dims up
-            to 256.
+            to 512.
         is_causal: of the whole sequence, in the order from before `shard`.
         scale, enable_gqa, recipe, impl: as in `sage_attention`. Under recipes that quantise, scales and means are
             those of a step's keys, and so not quite those of one process.

@@ -222,7 +222,7 @@ def replace_sdpa(
 
     Replaced are calls that `sage_attention` takes, with its errors, and no dropout: query (batch, heads, tokens,
     head_dim), key and value (batch, kv_heads, kv_tokens, head_dim), or any other number of dimensions before tokens,
-    of one dtype that the implementation takes (after autocast), head_dim up to 256, and no mask, a CausalBias, or a
+    of one dtype that the implementation takes (after autocast), head_dim up to 512, and no mask, a CausalBias, or a
     mask that needs no gradient. All others go to the function that was there before, with the very arguments that came
     in (docs/integrations/sdpa.md#what-is-kept-on-the-original).
 

@@ -42,7 +42,7 @@ from sagebwd.integrations.transformers_settings import NAME, check_model, have_h
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.integrations.words import in_words_of
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import WIDE
 
 with extra("transformers"):
     from transformers import AttentionInterface, PreTrainedModel
@@ -131,7 +131,7 @@ def attention(
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
     Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, a sink a query, position biases;
-    ValueError for more than 256 channels a head, unless the recipe is "auto".
+    ValueError for more than 512 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
     module, query, key, left = fusion.put_off(module, query, key, value)
@@ -242,7 +242,7 @@ def _takes_projections(mask: Mask | None, query: Tensor, key: Tensor, value: Ten
         return False
     if mask.padding is not None and (not mask.visible.is_banded or not has_values(query) or mask.has_holes):
         return False
-    narrow = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
+    narrow = max(query.shape[-1], value.shape[-1]) <= WIDE
     return narrow and query.dtype == key.dtype == value.dtype
 
 

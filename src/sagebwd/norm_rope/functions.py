@@ -15,7 +15,7 @@ from sagebwd.attention import run, sage_attention, sage_attention_varlen
 from sagebwd.cache import PLANS
 from sagebwd.call import Prologue
 from sagebwd.derivatives import savable
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.families import REFERENCE
 from sagebwd.norm_rope import ops
 from sagebwd.norm_rope.arguments import check, prologue_of
@@ -182,7 +182,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 def _runs_kernels(query: Tensor, key: Tensor, impl: str | None) -> bool:
     if impl == REFERENCE.name or (impl is None and not query.is_cuda):
         return False
-    if torch.float64 in (query.dtype, key.dtype) or query.shape[-1] > MAX_HEAD_DIM:
+    if torch.float64 in (query.dtype, key.dtype) or query.shape[-1] > WIDE:
         return False
     return not _is_transformed()
 
