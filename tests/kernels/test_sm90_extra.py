@@ -122,10 +122,13 @@ def test_what_is_compiled_runs_without_the_compiler(tmp_path):
         ({"nvidia-cutlass-dsl": None}, "nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"),
         ({"nvidia-cutlass-dsl": "4.6.3"}, "nvidia-cutlass-dsl is 4.6.3, and these kernels are for "),
         ({"nvidia-cutlass-dsl-libs-base": "4.7"}, "nvidia-cutlass-dsl-libs-base is 4.7, and these kernels are for "),
+        ({}, "no C compiler is found"),
     ],
 )
 def test_versions_are_told_without_an_import(versions, reason, monkeypatch):
     monkeypatch.setattr(sm90, "_version", (sm90.VERSIONS | versions).get)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
     for load in ("_load_runtime", "runtime", "broken_compiler"):
         monkeypatch.setattr(sm90, load, lambda: pytest.fail("imported"))
     assert sm90.unavailable.__wrapped__().startswith(reason)
