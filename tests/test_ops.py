@@ -205,7 +205,7 @@ def test_nothing_of_size_queries_times_keys_is_kept():
 
 
 def test_import_loads_no_kernel_and_no_extra():
-    """`import sagebwd` needs torch and triton alone; nothing else is loaded, no compiler of kernels, of integrations SDPA's."""
+    """`import sagebwd` needs torch and triton alone; it loads no compiler of kernels, of integrations SDPA's."""
     program = """
 import sys, torch
 blocked = {"transformers", "diffusers", "typer", "rich", "matplotlib", "yaml", "datasets", "accelerate"}
