@@ -108,7 +108,17 @@ def test_pad_tokens():
 
 @pytest.mark.parametrize(
     ("head_dim", "expected"),
-    [(64, (64,)), (128, (128,)), (80, (64, 16)), (96, (64, 32)), (192, (128, 64)), (112, (64, 32, 16)), (33, (32, 1))],
+    [
+        (64, (64,)),
+        (128, (128,)),
+        (80, (64, 16)),
+        (96, (64, 32)),
+        (192, (128, 64)),
+        (112, (64, 32, 16)),
+        (33, (32, 1)),
+        (512, (256, 256)),
+        (300, (256, 32, 8, 4)),
+    ],
 )
 def test_blocks_are_powers_of_two(head_dim, expected):
     assert rotation_sizes(head_dim) == expected

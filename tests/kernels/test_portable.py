@@ -145,8 +145,8 @@ WIDE = {
         head_dim=384, dtype=torch.float16, tokens_q=300, tokens_k=500, masked=True
     ),
 }
-# In slices of channels; half a minute's work of a CPU each, of which these stand for all.
-CALLS |= WIDE if DEVICE == "cuda" else {name: WIDE[name] for name in list(WIDE)[:2]}
+# In slices of channels; a CPU has a few that stand for all.
+CALLS |= WIDE if DEVICE == "cuda" else {name: WIDE[name] for name in list(WIDE)[:4]}
 # Of what a recipe, a width or a dtype changes, one head shows to the interpreter as much as two: those that share keys
 # are above. A GPU runs them with all heads.
 ONE_HEAD = {

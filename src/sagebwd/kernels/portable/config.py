@@ -62,8 +62,9 @@ SLICE = MOST_ROTATED
 
 
 def slices(head_dim: int) -> list[tuple[int, int]]:
-    """First channel and columns of a tile of each slice."""
-    return [(first, padded_head_dim(min(SLICE, head_dim - first))) for first in range(0, head_dim, SLICE)]
+    """First channel and columns of a tile of each slice; of a second one 64, with fewer of which registers spill."""
+    widths = [(first, padded_head_dim(min(SLICE, head_dim - first))) for first in range(0, head_dim, SLICE)]
+    return [(first, max(64, width) if first else width) for first, width in widths]
 
 
 def tiles_of(head_dim: int) -> dict[str, int]:
