@@ -84,3 +84,10 @@ def test_bad_values_raise_at_construction():
         Recipe.named("token").replace(first_key="16bit")
     with pytest.raises(TypeError, match="expected a name or a Recipe"):
         Recipe.parse(3)
+
+
+def test_recipe_is_frozen_and_hashable():
+    recipe = Recipe.named("token")
+    with pytest.raises(AttributeError):
+        recipe.block_q = 128
+    assert len({recipe, Recipe(), Recipe.named("paper")}) == 2
