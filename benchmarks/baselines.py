@@ -18,8 +18,8 @@ from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
 from sagebwd import block_masks
 from sagebwd.auto import torch_attention
-from sagebwd.dispatch import is_hopper
-from sagebwd.masks.band import UNLIMITED
+from sagebwd.dispatch import arch_of
+from sagebwd.masks.kinds import PACKED
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -90,7 +90,7 @@ def reason_of(error: Exception) -> str:
 
 def may_claim_best(timed: set[str], device: str) -> bool:
     """Whether the best baseline that was timed is the best there is: on Hopper, with FlashAttention-4 and -3."""
-    return timed >= _MODULES.keys() or not is_hopper(torch.device(device))
+    return timed >= _MODULES.keys() or arch_of(torch.device(device)) != 90
 
 
 def _flash_attentions() -> dict[str, ModuleType]:
@@ -122,9 +122,8 @@ def _of_packed(shape: Packed, device: str) -> dict[str, Attention]:
     }  # fmt: skip
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        unlimited = UNLIMITED, UNLIMITED
-        call = q, k, v, (offsets, offsets), (longest, longest)
-        return torch_attention.packed(*call, shape.is_causal, unlimited, scale)
+        way = torch_attention.Way(PACKED, is_causal=shape.is_causal, longest=(longest, longest))
+        return torch_attention.run(way, scale, q, k, v, None, offsets, offsets)
 
     def theirs(module: ModuleType, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = module.flash_attn_varlen_func(q, k, v, **sequences, causal=shape.is_causal)

@@ -271,9 +271,9 @@ REFUSED = [
     ({"query": Q.int(), "key": K.int(), "value": V.int()}, TypeError, "dtype torch.int32 is not supported"),
     ({"key": K.to("meta")}, ValueError, "key: device meta differs"),
     ({"key": torch.zeros(2, 4, 6, 16)}, ValueError, "key: head_dim 16 differs from query's 8"),
-    ({"query": torch.zeros(2, 4, 6, 512), "key": torch.zeros(2, 4, 6, 512), "value": torch.zeros(2, 4, 6, 512),
-      "recipe": "token"}, ValueError, "head_dim 512 is not supported; accepted: 1 to 256"),
-    ({"value": torch.zeros(2, 4, 6, 512), "impl": "reference"}, ValueError, "value: head_dim 512 is not supported"),
+    ({"query": torch.zeros(2, 4, 6, 520), "key": torch.zeros(2, 4, 6, 520), "value": torch.zeros(2, 4, 6, 520),
+      "recipe": "token"}, ValueError, "head_dim 520 is not supported; accepted: 1 to 512"),
+    ({"value": torch.zeros(2, 4, 6, 520), "impl": "reference"}, ValueError, "value: head_dim 520 is not supported"),
     ({"query": torch.zeros(2, 4, 6, 0), "key": torch.zeros(2, 4, 6, 0)}, ValueError, "query: head_dim 0 is not"),
     ({"value": torch.zeros(2, 4, 5, 8)}, ValueError, "value: shape (2, 4, 5, 8) differs from key's"),
     ({"query": torch.zeros(1, 4, 6, 8)}, ValueError, "key: batch 2 differs from query's 1"),
@@ -314,7 +314,7 @@ def test_refused(change, error, message):
 
 def test_triton_on_a_cpu_names_the_way_out(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="impl='triton' needs a CUDA device, got cpu"):
+    with pytest.raises(ValueError, match=r"impl='triton' needs a GPU of compute capability 8\.0 or more, got cpu"):
         sage_attention(Q.bfloat16(), K.bfloat16(), V.bfloat16(), impl="triton")
 
 
@@ -337,7 +337,7 @@ REFUSED_PACKED = [
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q=3 is less than the longest sequence, 4"),
     ({"max_seqlen_k": 2.0}, ValueError, "max_seqlen_k=2.0 must be an integer"),
     ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "3 heads do not divide query's 4"),
-    ({"value": torch.zeros(6, 4, 300)}, ValueError, "1 to 256; use torch.nn.functional.scaled_dot_product_attention"),
+    ({"value": torch.zeros(6, 4, 520)}, ValueError, "1 to 512; use torch.nn.functional.scaled_dot_product_attention"),
 ]
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from sagebwd.reference.conformance import emulator_error, violation
+from benchmarks.conformance import emulator_error, violation
 from sagebwd.reference.metrics import Comparison, cosine, largest_logit, relative_l2, rms
 
 HIGH = torch.tensor([4.0, -1.0, 2.0, 1.0], dtype=torch.float64)

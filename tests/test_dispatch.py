@@ -162,7 +162,11 @@ def test_a_choice_has_the_rows_of_its_name(row):
             ValueError,
             "compute capability 9.0 .*use impl='reference'",
         ),
-        ({"impl": "triton", "device": CPU}, ValueError, "impl='triton' needs a CUDA device, got cpu"),
+        (
+            {"impl": "triton", "device": CPU},
+            ValueError,
+            "impl='triton' needs a GPU of compute .* 8.0 or more, got cpu",
+        ),
         ({"dtype": torch.float32}, TypeError, "query: dtype float32 is not supported by impl='triton'; accepted: bfl"),
         ({"impl": "hopper", "recipe": TOKEN}, NotImplementedError, r"impl='hopper' .*recipe 'token' has o=int8"),
         ({"impl": "hopper", "value_dim": 300}, NotImplementedError, "head_dim 64/300 is not one of 1 to 256"),
@@ -179,6 +183,13 @@ def test_refusals_name_the_argument_and_the_way_out(hopper, monkeypatch, changes
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(error, match=match):
         dispatch.choose(ASK._replace(**changes))
+
+
+@pytest.mark.parametrize("impl", [None, "triton", "mma_sync"])
+def test_a_card_before_8_0_is_refused_and_told_who_runs_there(impl):
+    with pytest.raises(ValueError, match=r"needs a GPU of compute capability 8\.0 or more.*use impl='reference'"):
+        dispatch.choose(ASK._replace(impl=impl), 75)
+    assert dispatch.choose(ASK._replace(impl="reference"), 75).impl == "reference"
 
 
 @pytest.fixture

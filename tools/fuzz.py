@@ -24,10 +24,11 @@ from multiprocessing.sharedctypes import Synchronized
 import torch
 from torch import Tensor
 
+from benchmarks.conformance import emulator_error, moved, violation
 from sagebwd import Recipe, read_block_mask, sage_attention, sage_attention_varlen
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
 from sagebwd.masks.mask import Mask
 from sagebwd.recipe import FP8, INT8
-from sagebwd.reference.conformance import emulator_error, moved, violation
 from tests.inputs import KINDS, draw
 from tests.masks import KINDS as MASKS
 from tests.masks import MODS
@@ -39,6 +40,7 @@ RECIPES = (
     "token(dk=16bit)", "token(block_k=64)", "paper(smooth_v=True)", "token(first_keys=0)", "paper(first_keys=16)",
     "token(dp=int8)", "paper(dp=int8)", "full(dp=int8)",
 )  # fmt: skip
+WIDE_RECIPES = tuple(recipe for recipe in RECIPES if "dp=int8" not in recipe)
 
 
 # What `outcome` returns.
@@ -81,8 +83,10 @@ class Case:
     poison: float = math.nan
 
     @classmethod
-    def drawn(cls, seed: int, longest: int, recipe: str | None, impl: str | None = None) -> Case:
-        """The case of a seed, no sequence longer than ``longest``."""
+    def drawn(
+        cls, seed: int, longest: int, recipe: str | None, impl: str | None = None, *, wide: bool = False
+    ) -> Case:
+        """The case of a seed, no sequence longer than ``longest``; wide: of a head_dim over 256."""
         kernels, rng = random.Random(-1 - seed // GROUP), random.Random(seed)
         repeated, spoilt = rng.random() < 0.01, rng.random() < 0.2
         if repeated:
@@ -94,7 +98,7 @@ class Case:
             return rng.choice([rng.randint(1, longest), rng.choice((1, 17, 63, 64, 65, 127, 128, 129)), longest])
 
         layout = kernels.choice(("dense", "dense", "padded", "packed", "masked"))
-        head_dim, value_dim = _widths(kernels)
+        head_dim, value_dim = _wide_widths(kernels) if wide else _widths(kernels)
         left, right = kernels.choice(((False, False), (False, False), (True, False), (True, True), (False, True)))
         grouped = kernels.random() < 0.5
         batch = rng.randint(1, 3)
@@ -127,7 +131,7 @@ class Case:
             if left or right
             else None,
             scale=rng.choice((1.0, 1.0, 0.5)) * head_dim**-0.5,
-            recipe=recipe or ("mixed" if impl == "hopper" else kernels.choice(RECIPES)),
+            recipe=recipe or ("mixed" if impl == "hopper" else kernels.choice(WIDE_RECIPES if wide else RECIPES)),
             repeats=GRID // (batch * heads) + 1 if repeated else 1,
             spoilt=rng.choice(("q", "k", "v", "do")) if spoilt and not repeated else "",
             poison=rng.choice((math.nan, math.nan, math.inf)),
@@ -188,6 +192,12 @@ class Case:
         lengths = self.lengths_k if of_keys else self.lengths_q
         tokens = slice(sum(lengths[:element]), sum(lengths[: element + 1]))
         return (heads, tokens) if name == "lse" else (tokens, heads)
+
+
+def _wide_widths(kernels: random.Random) -> tuple[int, int]:
+    """The same of wide heads."""
+    head_dim = kernels.choice((512, 512, 8 * kernels.randint(33, 64), kernels.randint(WIDE + 1, MAX_HEAD_DIM)))
+    return (head_dim, head_dim) if kernels.random() < 0.75 else (head_dim, kernels.randint(1, MAX_HEAD_DIM))
 
 
 def _widths(kernels: random.Random) -> tuple[int, int]:
@@ -380,11 +390,13 @@ def _begin(checked: Synchronized) -> None:
     _checked = checked
 
 
-def _run(seeds: range, impl: str | None, device: str, longest: int, recipe: str | None) -> list[tuple[int, str]]:
+def _run(
+    seeds: range, impl: str | None, device: str, longest: int, recipe: str | None, wide: bool
+) -> list[tuple[int, str]]:
     """(seed, what is wrong) of each case that failed."""
     failures = []
     for seed in seeds:
-        case = Case.drawn(seed, longest, recipe, impl)
+        case = Case.drawn(seed, longest, recipe, impl, wide=wide)
         if device == "cpu":  # which would take hours
             case = replace(case, repeats=1)
         try:
@@ -405,10 +417,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first case")
     parser.add_argument("--impl", help="the fastest for each call, unless named")
     parser.add_argument("--recipe", help="the same for all cases; else drawn, but `mixed` with --impl hopper")
+    parser.add_argument("--wide", action="store_true", help="head_dims of 257 to 512")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--longest", type=int, default=700, help="longest sequence, in tokens")
     parser.add_argument("--processes", type=int, default=8)
     arguments = parser.parse_args()
+    settings = arguments.impl, arguments.device, arguments.longest, arguments.recipe, arguments.wide
     last = arguments.first + arguments.cases
     groups, first = [], arguments.first
     while first < last:
@@ -419,10 +433,7 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     checked = context.Value("i", 0)
     with ProcessPoolExecutor(arguments.processes, mp_context=context, initializer=_begin, initargs=(checked,)) as pool:
-        left = {
-            pool.submit(_run, group, arguments.impl, arguments.device, arguments.longest, arguments.recipe)
-            for group in groups
-        }
+        left = {pool.submit(_run, group, *settings) for group in groups}
         while left:
             done, left = wait(left, SAID_EVERY, FIRST_COMPLETED)
             for task in done:

@@ -1,7 +1,7 @@
 """dP in INT8 on a GPU: `python -m tools.int8_dp errors`, and `times`.
 
 ``errors`` holds the portable kernels under `token(dp=int8)`, or others by a recipe with dp=int8, to its emulator
-(`sagebwd.reference.conformance`), over forms of masks, lengths and widths, and prints what breaks the rule, or the
+(`benchmarks.conformance`), over forms of masks, lengths and widths, and prints what breaks the rule, or the
 distance of dQ, dK and dV from the emulator in FP32. ``times`` prints forward + backward, and backward alone, of the
 recipe with 16-bit and with INT8 dP, everything included: medians of interleaved rounds, batch x tokens = 16384, heads
 = 2048 / head_dim. Other kernels, at head_dim 65 to 128: ``--impl mma_sync``.

@@ -107,10 +107,10 @@ def _cell(name: str) -> str:
 
 def layers(files: Sequence[Path]) -> Figure:
     """Where the layers of a model put their weight, and each recipe's errors there: a file of `sagebwd trace`."""
-    from sagebwd.diagnostics import summary
+    from lab.studies import traces
     from sagebwd.diagnostics.layers import idle, means
 
-    rows = summary.read(_one(files))
+    rows = traces.read(_one(files))
     recipes = [name for name in COLORS if any(row.recipe == name for row in rows)]
     whole = [row for row in rows if row.recipe == recipes[0]]
     figure, axes = _panels(2, (4.8, 3.3), rows=2, share=False)

@@ -17,6 +17,7 @@ from sagebwd.auto.model import Size
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask, Call
 from sagebwd.dispatch import Choice, check_known
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
 from sagebwd.masks.kinds import FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
@@ -53,7 +54,7 @@ class Arguments(NamedTuple):
     """A call that was checked: tensors in autocast's dtype, numbers, and what decides who runs it.
 
     elements: of attn_mask in four dimensions. offsets: of packed sequences. lengths: tokens of the longest sequence,
-    queries and keys. way: how torch takes a dense call; size: its size, where others may run it. max_logits: whether
+    queries and keys. way: how torch takes it; size: its size, where others may run it. max_logits: whether
     the heads' largest logits are wanted.
     """
 
@@ -104,8 +105,9 @@ def arguments_of(
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     elements = mask_argument.elements_of(attn_mask, query, key)
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
-    only_torch = checks.only_torch(query, value, elements, dropout_p)
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
+    automatic = ask.recipe == AUTO and impl is None
+    only_torch = checks.only_torch(query, value, elements, dropout_p, WIDE if automatic else MAX_HEAD_DIM)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None
     more = return_lse or return_max_logits or sinks is not None
@@ -117,9 +119,10 @@ def arguments_of(
         ask = ask._replace(kind=way.kind)
         size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens), by_torch)
     elif only_torch is not None:
-        if ask.recipe == AUTO and impl is None:
+        ask = ask._replace(only_torch=checks.only_torch(query, value, elements, dropout_p))
+        if automatic and ask.only_torch is not None:
             of_ours = {"sinks": sinks, "return_lse": return_lse, "return_max_logits": return_max_logits}
-            checks.refuse_beside(only_torch, block_mask=block_mask, **of_ours)
+            checks.refuse_beside(ask.only_torch, block_mask=block_mask, **of_ours)
         checks.refuse_only_torch(query, value, elements, dropout_p)
     lengths = query.shape[2], key.shape[2]
     settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
@@ -144,6 +147,7 @@ def packed_arguments_of(
     checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
     size, count = None, offsets[0].shape[0] - 1
+    way = Way(PACKED, is_causal=is_causal, longest=lengths, window=window)
     more = return_lse or return_max_logits or sinks is not None
     if (query.is_cuda or card is not None) and _may_hand_over(ask, query, key, more):
         grouped = False
@@ -154,7 +158,7 @@ def packed_arguments_of(
         means = [-(-x.shape[0] // count) for x in (query, key)]  # at least 1, where most sequences have no token
         longest = lengths[1] if is_known(lengths[1] >= means[1]) else 0
         size = Size(*means, *heads, by_torch=by_torch, longest=longest)
-    settings = lengths, is_causal, scale, window, ask, size, None, return_max_logits
+    settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
     return Arguments(query, key, value, None, offsets, *settings)
 
 

@@ -1,9 +1,5 @@
 """Masks of video, packed documents and images by name, as torch's BlockMask, made of sizes alone.
 
-    from sagebwd.block_masks import causal_frames
-    block_mask = causal_frames(21, 1560, device="cuda")
-    out = sage_attention(query, key, value, block_mask=block_mask)   # or torch's flex_attention
-
 ``create_block_mask`` evaluates a mask for every query and key. Here each query sees a few ranges of keys, and which
 blocks these touch and cover is counted by their bounds: memory and time grow with queries, and with the map of blocks
 of 128 x 128. The lists are the same, bit for bit. Nothing waits for the device.

@@ -237,13 +237,12 @@ class Call(NamedTuple):
 class Saved(NamedTuple):
     """What forward leaves: the output, and what backward reads beside v; None is what the recipe has no use for.
 
-    ``lse`` is the natural log-sum-exp of the scores of the smoothed keys; ``k_mean`` (B, Hkv, D) FP32 is the mean
-    taken off. Where a backward product reads them there are the INT8 codes of q and k, in their shape but as wide as
-    the kernels are (`sagebwd.kernels.capabilities`), with one FP32 scale a token, shaped as lse. Where a gradient
-    product is FP8, also ``row_max``, the largest score of each query times log2(e), shaped as lse. Where the call has
-    a norm of its own, 1 / rms of the rows of q and k, FP32, shaped as lse. Where it has sinks, their ``weight`` beside
-    each query's keys (`sagebwd.sinks`), shaped as lse. Where the largest logits are wanted, ``max_logits``,
-    the largest of each block of queries of a head, lse's shape with blocks in place of queries.
+    lse: natural log-sum-exp of the scores of the smoothed keys. k_mean: (B, Hkv, D) FP32, the mean taken off. q_int8,
+    k_int8: codes, where a backward product reads them, in the shape of q and k but as wide as the kernels are, with
+    one FP32 scale a token, shaped as lse. Shaped as lse are also row_max, of FP8 gradient products, the largest score
+    of each query times log2(e); 1 / rms of the rows of q and k, FP32, where the call has a norm of its own; and the
+    sinks' weight beside each query's keys. max_logits: the largest logit of each block of queries of a head, lse's
+    shape with blocks in place of queries.
     """
 
     o: Tensor
@@ -284,13 +283,9 @@ def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype |
     return x.new_empty(shape, dtype=dtype)
 
 
-def empty_gradients(recipe: Recipe, head_dim: int, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq as o lies, dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
-    if recipe.dv == FP8:
-        dk, dv = v.new_empty((*v.shape[:-1], head_dim)), v.new_empty(v.shape)
-    else:
-        dk, dv = empty_like_rows(v, head_dim), empty_like_rows(v)
-    return empty_like_rows(o, head_dim), dk, dv
+def empty_gradients(head_dim: int, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as o lies, dk and dv as v does."""
+    return empty_like_rows(o, head_dim), empty_like_rows(v, head_dim), empty_like_rows(v)
 
 
 def padded_head_dim(head_dim: int) -> int:

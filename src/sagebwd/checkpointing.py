@@ -1,13 +1,8 @@
 """Activation checkpointing that keeps what attention leaves for its backward: all but attention is computed again.
 
-    from torch.utils.checkpoint import checkpoint
-    from sagebwd.checkpointing import keep_attention
-    out = checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
-
-    # a model of Transformers
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
-
-Attention's forward is what costs most to compute again on long sequences, and its codes are half of what BF16 keeps.
+out = checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+# a model of Transformers
+model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
 """
 
 from __future__ import annotations

@@ -67,6 +67,18 @@ def refuse_divided() -> None:
         )
 
 
+def tensor(name: str, x: object) -> None:
+    """Raises TypeError for what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def same_device(name: str, x: Tensor, device: torch.device, whose: str = "query's", instead: str = "") -> None:
+    """Raises ValueError for a tensor on another device than ``whose``; instead: the way out."""
+    if x.device != device:
+        raise ValueError(f"{name}: device {x.device} differs from {whose} {device}{instead}")
+
+
 def are_tensors(*given: object) -> bool:
     """Whether all are tensors."""
     return all(isinstance(x, Tensor) for x in given)
@@ -118,15 +130,14 @@ def _index(x: object) -> int | None:
 def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> None:
     """Raises for what is no plain tensor, and for transforms that the operator has no rules for."""
     given = {"query": query, "key": key, "value": value} | ({} if sinks is None else {"sinks": sinks})
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.is_nested:
+    for name, x in given.items():
+        tensor(name, x)
+        if x.is_nested:
             raise NotImplementedError(
                 f"{name}: nested tensors are not supported; use sage_attention_varlen with values() and offsets(), or "
                 f"{_SDPA}"
             )
-        strided(name, tensor)
+        strided(name, x)
     alike(query=query, key=key, value=value)
     refuse_divided()
     if torch.compiler.is_compiling():
@@ -135,7 +146,7 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
         raise NotImplementedError(f"torch.jit.trace is not supported; use torch.compile or torch.export, or {_SDPA}")
     refuse_forward_mode(given.items())
     transforms = torch._C._functorch.get_interpreter_stack() or ()
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values())
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
         raise NotImplementedError(
             f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
@@ -215,8 +226,7 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
             )
         if tensor.dtype != query.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from query's {query.dtype}; they must be equal")
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: device {tensor.device} differs from query's {query.device}")
+        same_device(name, tensor, query.device)
         if tensor.shape[-1] == 0:
             _refuse_head_dim(name, tensor)
     if key.shape[-1] != query.shape[-1]:
@@ -233,15 +243,20 @@ def _refuse_head_dim(name: str, tensor: Tensor, instead: str = _INSTEAD) -> None
     )
 
 
-def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
-    """What of a call torch's own attention alone computes, or None. Raises for a dropout_p that is no probability."""
+def only_torch(
+    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, most: int = capabilities.MAX_HEAD_DIM
+) -> str | None:
+    """What of a call torch's own attention alone computes, or None; most: channels that others take.
+
+    Raises for a dropout_p that is no probability.
+    """
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"dropout_p={dropout_p!r} must be a number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p={dropout_p} must be at least 0 and at most 1")
     for tensor in (query, value):
-        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
-            return f"head_dim {tensor.shape[-1]}, over {capabilities.MAX_HEAD_DIM}"
+        if tensor.shape[-1] > most:
+            return f"head_dim {tensor.shape[-1]}, over {most}"
     if dropout_p != 0:
         return "dropout_p"
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
@@ -288,8 +303,7 @@ def sinks(given: Tensor | None, query: Tensor) -> None:
         raise ValueError(
             f"sinks: expected shape ({query.shape[1]},), one logit a query head, got {tuple(given.shape)}"
         )
-    if given.device != query.device:
-        raise ValueError(f"sinks: device {given.device} differs from query's {query.device}")
+    same_device("sinks", given, query.device)
 
 
 def refuse_beside(only_torch: str, **given: object) -> None:
@@ -345,10 +359,7 @@ def _check_offsets(name: str, offsets: Tensor, device: torch.device) -> None:
         )
     if not offsets.is_contiguous():
         raise ValueError(f"{name}: expected offsets side by side, got stride {offsets.stride(0)}; pass .contiguous()")
-    if offsets.device != device:
-        raise ValueError(
-            f"{name}: device {offsets.device} differs from query's {device}; pass {name}.to(query.device)"
-        )
+    same_device(name, offsets, device, instead=f"; pass {name}.to(query.device)")
 
 
 def packing_values(cu_seqlens: Tensor, name: str, total: int, max_seqlen: int) -> None:

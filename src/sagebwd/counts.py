@@ -20,9 +20,9 @@ def answer(recipe: str, impl: str) -> str:
 
 
 def summary() -> str:
-    """One line: how many calls of this process ran where, those outside of torch.compile.
+    """How many calls of this process ran where, those outside of torch.compile.
 
-    The integrations write it at the end of the process to the logger ``sagebwd``, at level INFO.
+    Returns: one line, which the integrations write at the end of the process to the logger ``sagebwd``, at level INFO.
     """
     found = +counts  # without zeros
     if not found:

@@ -60,20 +60,20 @@ class Choice(NamedTuple):
         return (backward if self.forward.form(*backward) == backward else forward), backward
 
 
-def choose(ask: Ask, card: str | None = None) -> Choice:
+def choose(ask: Ask, arch: int | None = None) -> Choice:
     """Whose kernels run a call, and by which recipe.
 
     "auto" is what the family's record says. The implementation is the named one, or the first of those that are faster
     on the GPU's compute capability and take the call, else Triton's on a GPU and the reference elsewhere.
 
-    card: the name of a GPU of compute capability 9.0 with all of the extras, whose answer is wanted; None for the
-    device itself.
+    arch: the compute capability of a GPU with all of the extras, whose answer is wanted; None for the device itself.
 
     Raises ValueError for an unknown implementation or the wrong device, TypeError for a dtype and NotImplementedError
     for a recipe, width or mask that it lacks, each naming the way out.
     """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return _choose(ask, arch_of(ask.device), interpreted) if card is None else _choose(ask, 90, interpreted, True)
+    if arch is not None:
+        return _choose(ask, arch, False, True)
+    return _choose(ask, arch_of(ask.device), os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @cache
@@ -107,12 +107,6 @@ def _automatic(family: Family, ask: Ask) -> Recipe:
     if own is not None and family.backward.form(ask.head_dim, ask.value_dim) is not None:
         return Recipe.parse(own)
     return Recipe.named(family.auto)
-
-
-def refusal(ask: Ask) -> str | None:
-    """Why the implementation that is asked for lacks a recipe, width or mask, or None; the device is not looked at."""
-    found = _rows(FAMILIES[ask.impl], ask.recipe, ask)
-    return found if isinstance(found, str) else None
 
 
 def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
@@ -165,7 +159,8 @@ def check_traced(impl: str | None, device: torch.device, dtype: torch.dtype) -> 
 def _check_device(family: Family, device: torch.device, arch: int, interpreted: bool) -> None:
     if family.runs_on(arch) or (family.interpreted and interpreted):
         return
-    way_out = f"use impl={families.any_of(device.type == 'cuda').name!r}"
+    runs = next(x.name for x in (families.any_of(True), families.REFERENCE) if x.runs_on(arch))
+    way_out = f"use impl={runs!r}"
     if family.interpreted:
         way_out += ", or set TRITON_INTERPRET=1 for Triton's (very slow) interpreter"
     elif device.type != "cuda":
@@ -247,8 +242,3 @@ def _module(name: str) -> ModuleType:
 def arch_of(device: torch.device) -> int:
     """90 for compute capability 9.0; 0 where there is no GPU, of which no kernels are asked."""
     return gpu.capability(device) if device.type == "cuda" else 0
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether a device is of compute capability 9.0."""
-    return arch_of(device) == 90

@@ -1,9 +1,8 @@
-"""The environment variables that sagebwd reads: four that are on or off, a folder and a commit.
+"""The environment variables that sagebwd reads.
 
 - SAGEBWD_DISABLED, SAGEBWD_BACKWARD_16BIT, SAGEBWD_DETERMINISTIC: see `sagebwd.switches`; read once, on import.
 - SAGEBWD_AUTOTUNE: Triton's kernels time a few launches on this GPU and keep the best.
-- SAGEBWD_CACHE_DIR: the folder of token files, tuned launches and compiled kernels; ~/.cache/sagebwd without it, and a
-  folder among the temporary files for a user without a home.
+- SAGEBWD_CACHE_DIR: the folder of token files, tuned launches and compiled kernels, ~/.cache/sagebwd without it.
 - SAGEBWD_COMMIT: the commit that training runs record, where the code runs outside its git checkout.
 """
 

@@ -17,6 +17,7 @@ from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
 from sagebwd.masks.kinds import FULL, KINDS, MASK, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 
@@ -69,18 +70,21 @@ def _with_arguments_of(attention: Callable) -> Callable[[Callable], Callable]:
 def explain(*arguments: object, **options: object) -> Explanation:
     """What `sage_attention` would run for the same arguments, and why; nothing runs.
 
-    A call counts as one of training where an input requires a gradient and gradients are enabled. ``device`` names a
-    card that this project has timed, such as "NVIDIA H100 80GB HBM3": the answer is that card's with all of the
-    extras and neither FlashAttention-4 nor -3, of which the sentence says where they would be faster. It needs no GPU,
-    and tensors may be on any device, meta too. Raises what `sage_attention` raises for the arguments, and ValueError
-    for a card that was not timed.
+    Args: those of `sage_attention`, of any device, meta too, and ``device``, a card that this project has timed, such
+    as "NVIDIA H100 80GB HBM3": the answer is that card's with all of the extras and neither FlashAttention-4 nor -3,
+    of which the sentence says where they would be faster. A call counts as one of training where an input requires a
+    gradient and gradients are enabled.
+
+    Returns: an `Explanation`. Its times are those of a model of timings (docs/results/auto-model.md has its errors).
+
+    Raises: what `sage_attention` raises for the arguments, and ValueError for a card that was not timed.
     """
     return _explained(explain, sage_attention, arguments, options)
 
 
 @_with_arguments_of(sage_attention_varlen)
 def explain_varlen(*arguments: object, **options: object) -> Explanation:
-    """The same of `sage_attention_varlen`."""
+    """`explain` of `sage_attention_varlen`: the arguments of that, and ``device``; returns and raises alike."""
     return _explained(explain_varlen, sage_attention_varlen, arguments, options)
 
 
@@ -122,6 +126,8 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
     if ask.recipe != AUTO:
         return "a switch is on, under which recipe='auto' is one of 'token'"
     if choice.contender is not None and ask.only_torch is not None:
+        if WIDE < max(ask.head_dim, ask.value_dim) <= MAX_HEAD_DIM:
+            return f"{ask.only_torch}, of which no kernels were timed: they run a recipe that is named"
         return f"torch's own attention alone takes {ask.only_torch}"
     on_gpu = ask.device.type == "cuda"
     times = auto_choice.times_of(ask, card) if on_gpu and size is not None else None
@@ -134,7 +140,8 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
         return _untimed(ask, card)
     compared = _compared(choice, times, size)
     by = "" if choice.contender in (None, TORCH) else f", by {NAMES[choice.contender]}"
-    told = f"{_tokens(size)} tokens, {_call(ask)}{by}: {compared}, by {times.source}{newer_torch(times)}"
+    tokens = str(size.queries) if size.queries == size.keys else f"{size.queries} on {size.keys}"
+    told = f"{tokens} tokens, {_call(ask)}{by}: {compared}, by {times.source}{newer_torch(times)}"
     return told + _other_peers(choice, ask, size, times, card)
 
 
@@ -196,7 +203,3 @@ def newer_torch(times: Times) -> str:
 def _call(ask: Ask) -> str:
     direction = DIRECTIONS[ask.training]
     return f"{_KINDS[ask.kind]} at head_dim {widths_text(ask.head_dim, ask.value_dim)}, {direction}"
-
-
-def _tokens(size: Size) -> str:
-    return str(size.queries) if size.queries == size.keys else f"{size.queries} on {size.keys}"

@@ -18,6 +18,12 @@ LEAST_B = -125
 RESTORED = 0.9993**-2
 
 
+# Channels of a block of the rotation at most: as many of dQ and dK as a program has.
+MOST_ROTATED = 256
+
+
 def rotation_sizes(head_dim: int) -> tuple[int, ...]:
     """Sizes of the blocks of the rotation R (`sagebwd.reference.rotation`), the largest first."""
+    if head_dim > MOST_ROTATED:
+        return MOST_ROTATED, *rotation_sizes(head_dim - MOST_ROTATED)
     return tuple(1 << bit for bit in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> bit & 1)

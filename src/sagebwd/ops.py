@@ -1,13 +1,10 @@
 """The torch.library operators: schema, shapes under tracing, autograd.
 
 ``sagebwd::attention`` and ``sagebwd::attention_backward`` are opaque to torch.compile and run what `sagebwd.dispatch`
-chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast
-is off inside: the reference's own products must not be rounded. What forward leaves beside O and lse lies in one
-tensor of bytes, the workspace of the call's plan (`sagebwd.planning.workspace`). mask, mask_tiles and mask_blocks are
-elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which keys any query sees. q and k
-themselves are kept for backward only where a product needs them in 16 bit. With sinks O and lse are beside them
-(`sagebwd.sinks`). The last arguments are fields of `sagebwd.call.Prologue`, of which a call without one has none: q
-and k are then what comes before it, and kept where it has a norm.
+chose: ``impl`` is a choice's name, or in traced calls, where nobody could ask, what is chosen by here. Autocast is off
+inside. What forward leaves beside O and lse lies in one tensor of bytes, the workspace of the call's plan. mask,
+mask_tiles and mask_blocks are elements, tiles and blocks of `sagebwd.masks.mask.Mask`; key_mask beside them says which
+keys any query sees. The last arguments are fields of `sagebwd.call.Prologue`, of which a call without one has none.
 
 They are defined by ``torch.library.Library`` and not by ``custom_op``, whose autograd reads the schema's arguments 30
 times a call, and copies them each time: 0.1 ms of host time.
@@ -210,8 +207,7 @@ def _(
     head_dim, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic,
     eps=None, interleaved=None, q_weight=None, k_weight=None, *tables,
 ):  # fmt: skip
-    choice = _chosen_in_a_trace(recipe, impl, (head_dim, v.shape[-1]), v, mask)
-    dq, dk, dv = empty_gradients(choice.recipe, head_dim, o, v)
+    dq, dk, dv = empty_gradients(head_dim, o, v)
     if interleaved is not None:
         dk = empty_like_rows(dk if k is None else k)
     return dq, dk, dv, [lse.new_empty(x.shape) for x in (sinks, q_weight, k_weight) if x is not None]
@@ -241,40 +237,42 @@ def differentiable(
     LIBRARY.impl(operator.name().removeprefix("sagebwd::"), dispatched, "Autograd", with_keyset=True)
 
 
+_FORWARD, _BACKWARD = ([x.name for x in of._schema.arguments] for of in (attention, attention_backward))
+
+
 class _Attention(torch.autograd.Function):
     """The derivative of ``sagebwd::attention``; below: the operator's kernels below autograd."""
 
     @staticmethod
     def forward(ctx, below, *arguments):
-        q, k, v, sinks = arguments[:4]
-        masks, settings, prologue = arguments[4:10], arguments[10:19], arguments[20:]
+        given = dict(zip(_FORWARD, arguments))
         o, lse, workspace = below(*arguments)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
-        ctx.settings, ctx.prologue = (q.shape[-1], *settings), prologue[:2]
-        recipe, impl, _ = settings[-3:]
-        choice = _chosen_in_a_trace(recipe, impl, (q.shape[-1], v.shape[-1]), q, masks[1])
-        normed = bool(prologue) and prologue[0] is not None
-        keep_q, keep_k = (True, True) if normed else keeps_inputs(choice.recipe, choice.backward)
-        inputs = q if keep_q else None, k if keep_k else None, v
-        ctx.save_for_backward(*savable(*inputs, o, lse, workspace, sinks, *masks, *prologue[2:]))
+        q, v = given["q"], given["v"]
+        choice = _chosen_in_a_trace(given["recipe"], given["impl"], (q.shape[-1], v.shape[-1]), q, given["mask"])
+        if given.get("eps") is None:
+            for name, keep in zip("qk", keeps_inputs(choice.recipe, choice.backward)):
+                given[name] = given[name] if keep else None
+        given |= {"o": o, "lse": lse, "workspace": workspace, "head_dim": q.shape[-1]}
+        ctx.saved = [name for name in _BACKWARD if isinstance(given.get(name), Tensor)]
+        ctx.settings = {name: given.get(name) for name in _BACKWARD[2:] if name not in ctx.saved}
+        ctx.save_for_backward(*savable(*map(given.get, ctx.saved)))
         return o, lse, workspace
 
     @staticmethod
     def backward(ctx, do, dlse, _):
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, o, lse, workspace, sinks, *rest = ctx.saved_tensors
-        masks, tensors = rest[:6], rest[6:]
-        do = torch.zeros_like(o) if do is None else do
+        saved = dict(zip(ctx.saved, ctx.saved_tensors))
+        do = torch.zeros_like(saved["o"]) if do is None else do
         with torch.no_grad():
-            saved = q, k, v, o, lse, workspace, sinks, *masks
-            *gradients, rest = attention_backward(do, dlse, *saved, *ctx.settings, *ctx.prologue, *tensors)
-        rest = iter(rest)
-        gradients += [None if x is None else next(rest).to(x.dtype) for x in (sinks, *tensors[:2])]
+            *gradients, rest = attention_backward(do, dlse, **saved, **ctx.settings)
+        of_others = [name for name in ("sinks", "q_weight", "k_weight") if name in saved]
+        found = dict(zip("qkv", gradients)) | {name: x.to(saved[name].dtype) for name, x in zip(of_others, rest)}
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = once_differentiable((o, do, dlse), gradients)
-        return None, *gradients[:4], *(None,) * 18, *gradients[4:], *(None,) * 4
+            found = dict(zip(found, once_differentiable((saved["o"], do, dlse), found.values())))
+        return None, *map(found.get, _FORWARD[: len(ctx.needs_input_grad) - 1])
 
 
 differentiable(_Attention, attention, ("q", "k", "v", "sinks", "q_weight", "k_weight"))

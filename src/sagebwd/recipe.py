@@ -10,18 +10,11 @@ Attention has seven matrix products: six that are ours to choose, of which the f
     dK = dS^T Q     backward, reduces over queries
 
 A product is ``"int8"`` (INT8 operands, INT32 sums) or ``"16bit"`` (operands in the dtype of the input, FP32 sums);
-dV, dQ and dK may also be ``"fp8"`` (e4m3 operands, FP32 sums; `sagebwd.reference.float8` has the scales).
-Where a scale may sit follows from one rule: on an axis that the product does not reduce over it is free to apply.
-An operand scale that does lie on the reduced axis (Q's scale per token in dK, K's in dQ) is folded into dS before dS
-is quantised, so that the sum over tokens stays an integer product.
+dV, dQ and dK may also be ``"fp8"`` (e4m3 operands, FP32 sums; `sagebwd.reference.float8` has the scales). Scale groups
+are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers. docs/method.md says where a
+scale may sit, and what each named recipe was chosen for.
 
-Scale groups are part of the recipe, never of a kernel's tile: a tile may change speed, not numbers.
-
-Source: arXiv 2603.02170 (``paper``); ``token`` keeps its six INT8 products, moves every scale to the finest group that
-is still free, keeps the first 16 keys, where most models have their attention sink, out of P's scale (``first_keys``)
-and rotates the operands of S (``rotate``), since trained models have channels of outliers in Q. ``mixed`` is what
-Hopper's kernels run: it rotates too, has O in 16 bit, and the gradient products in e4m3, as rescaling INT32 sums costs
-more there than multiplying; on Gaussian inputs its gradients' errors are about twice `token`'s, and O's is less.
+Source: arXiv 2603.02170 (``paper``).
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ MOST_FIRST_KEYS = 128
 # Which keys a sampled mean is of (`Recipe.k_mean`).
 SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM = 32, 64, 128, 512
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str | int, ...]] = {
     **dict.fromkeys(("s", "o", "dp"), (INT8, SIXTEEN_BIT)),
     **dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT, FP8)),
     "q_scale": ("token", "block"),
@@ -55,6 +48,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "ds_scale_dq": ("query", "tile"),
     "ds_scale_dk": ("key", "tile"),
     "k_mean": ("all", "sample"),
+    **dict.fromkeys(("block_q", "block_k"), BLOCK_SIZES),
+    "p_levels": P_LEVELS,
 }
 
 
@@ -65,44 +60,32 @@ class Recipe:
     Products (``"int8"`` or ``"16bit"``; ``dv``, ``dq`` and ``dk`` also ``"fp8"``): ``s``, ``o``, ``dv``, ``dp``,
     ``dq``, ``dk``. The scale groups of P and dS below are those of INT8 products; dO has one scale a block in dV.
 
-    Scale groups:
-
     - ``q_scale``, ``k_scale``: one scale a ``"token"`` or one a ``"block"`` of tokens; ``k_scale`` also ``"lane"``,
       one for the keys of a block with the same ``(index mod 8) // 2``: those whose scores one lane of a tensor core's
       quad holds, to whom it is one number.
     - ``v_scale``: one scale a ``"block"``, one a ``"channel"`` (head_dim column) of each block, or ``"sequence"``, one
-      a channel over all tokens of the sequence, applied once at the end: under a causal mask a large value makes the
-      outputs of all queries before it coarse. Products in FP8 take the magnitudes of V's channels over the sequence in
-      any recipe.
+      a channel over all tokens of the sequence. Products in FP8 take the magnitudes of V's channels over the sequence
+      in any recipe.
     - ``p_scale_dv``: P in dV, per ``"key"`` of a tile or per ``"tile"``.
     - ``ds_scale_dq``, ``ds_scale_dk``: dS per ``"query"`` / per ``"key"`` of a tile, or per ``"tile"``.
     - ``block_q``, ``block_k``: tokens in a block of queries and of keys; a tile is block_q x block_k.
-    - ``p_levels``: steps of P in forward, 127, or 254: codes 0 to 254, held in INT8 as code - 128; the product is put
-      right by 128 times the column sums of V's codes, so that P's unused sign is worth a bit at the cost of one
-      addition an output element and key block. Its scale is per query row of each key block in every recipe.
-
-    ``first_keys``: how many of the first keys of a sequence, the first that a key-padding mask leaves, take part in an
-    INT8 O in 16 bit, 0 to 128. They add p v, V less its mean where V is smoothed, and the scale of P is that of the
-    keys beside them. Trained models give one of them most of a row's weight (an attention sink), and within its group
-    the others' P would round to zero. A single one has P and V in FP32; the operands of several are rounded to the
-    dtype of the input. A 16-bit O has no such scales, and the field no meaning there.
-
-    ``dp``: an INT8 dP is of dO R and (V - c) R, each with a scale a token; c is the mean of O over the queries of a
-    key head that see a key, and R is `rotate`'s, of value's head_dim. delta is the sum over channels of dO's codes,
-    times their scale, and (O - c) R: dP and delta then share dO's rounding, and in their difference c is gone.
-
-    Smoothing (exact in real arithmetic): ``smooth_k`` and ``smooth_v`` subtract the mean over tokens. V is smoothed
-    only to be quantised: a 16-bit O takes it as it lies.
-    ``k_mean``: K's mean is that of ``"all"`` keys, or of a ``"sample"``: in a sequence of `SAMPLED_FROM` keys or more
-    `SAMPLE` of every `SAMPLE_OF`, from the one numbered `SAMPLE_AT` on, unless a mask hides keys. That leaves out the
-    first key, which is often unlike all others. Any vector is exact to take off; one within a
-    tenth of a standard deviation of the mean leaves scales as small, and a quarter of K is read for it.
-
-    ``rotate``, of `token` and `mixed`: the codes of an INT8 S are those of Q R and of K less its mean times R, R being
-    orthogonal (`sagebwd.reference.rotation`). Scores stay as they are in real arithmetic. Trained models have channels
-    of Q that are ten times as large as others and would leave those three bits. Products of dQ and dK that read S's
-    codes turn their sums back; Q's e4m3 operand is made of codes that are turned back. So are the operands of an INT8
-    dP. The field has no meaning for a 16-bit S whose dP, dQ and dK are 16 bit too.
+    - ``p_levels``: steps of P in forward, 127, or 254: codes 0 to 254, held in INT8 as code - 128. Its scale is per
+      query row of each key block in every recipe.
+    - ``first_keys``: how many of the first keys of a sequence, the first that a key-padding mask leaves, take part in
+      an INT8 O in 16 bit, 0 to 128, apart from the scale of the others' P. A single one has P and V in FP32; the
+      operands of several are rounded to the dtype of the input. A 16-bit O has no such scales, and the field no
+      meaning there.
+    - ``dp``: an INT8 dP is of dO R and (V - c) R, each with a scale a token; c is the mean of O over the queries of a
+      key head that see a key, and R is `rotate`'s, of value's head_dim. delta is the sum over channels of dO's codes,
+      times their scale, and (O - c) R: dP and delta then share dO's rounding, and in their difference c is gone.
+    - ``smooth_k``, ``smooth_v``: the mean over tokens is subtracted, which is exact in real arithmetic. V is smoothed
+      only to be quantised: a 16-bit O takes it as it lies.
+    - ``k_mean``: K's mean is that of ``"all"`` keys, or of a ``"sample"``: in a sequence of `SAMPLED_FROM` keys or
+      more `SAMPLE` of every `SAMPLE_OF`, from the one numbered `SAMPLE_AT` on, unless a mask hides keys.
+    - ``rotate``: the codes of an INT8 S are those of Q R and of K less its mean times R, R being orthogonal
+      (`sagebwd.reference.rotation`). Products of dQ and dK that read S's codes turn their sums back; Q's e4m3 operand
+      is made of codes that are turned back. The field has no meaning for a 16-bit S whose dP, dQ and dK are 16 bit
+      too.
 
     Raises ValueError for an unknown choice, block size or number of keys, and TypeError for a switch that is not a
     bool.
@@ -131,10 +114,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in accepted:
-                raise ValueError(f"recipe: {name}={value!r} is not supported; accepted: {', '.join(accepted)}")
-        for name, accepted in (("block_q", BLOCK_SIZES), ("block_k", BLOCK_SIZES), ("p_levels", P_LEVELS)):
             value = getattr(self, name)
             if value not in accepted:
                 raise ValueError(
@@ -195,12 +174,11 @@ class Recipe:
         for name, named in RECIPES.items():
             if named is self:
                 return name
-        best, fewest = "", list(_FIELDS)
-        for name, named in RECIPES.items():
-            differences = _differences(named, self)
-            if len(differences) < len(fewest):
-                best, fewest = name, differences
-        changes = ", ".join([f"{field}={getattr(self, field)}" for field in fewest])
+        differences = {
+            name: [x for x in _FIELDS if getattr(named, x) != getattr(self, x)] for name, named in RECIPES.items()
+        }
+        best = min(differences, key=lambda name: len(differences[name]))
+        changes = ", ".join([f"{field}={getattr(self, field)}" for field in differences[best]])
         return f"{best}({changes})" if changes else best
 
 
@@ -210,17 +188,8 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
 def _check_fields(names: Iterable[str]) -> None:
     """Raises ValueError for a name that is no field's."""
     for name in names:
-        if name == "first_key":
-            raise ValueError(
-                "recipe: there is no field 'first_key'; first_keys counts such keys: first_key=int8 is first_keys=0, "
-                "first_key=16bit is first_keys=1"
-            )
         if name not in _FIELDS:
             raise ValueError(f"recipe: there is no field {name!r}; fields: {', '.join(_FIELDS)}")
-
-
-def _differences(a: Recipe, b: Recipe) -> list[str]:
-    return [name for name in _FIELDS if getattr(a, name) != getattr(b, name)]
 
 
 def _parse_fields(text: str, arguments: str) -> dict[str, object]:

@@ -4,17 +4,15 @@ With L the true lse of query i's scores, s the sink of its head and w = exp(s - 
 
     O' = (1 - w) O      L' = logaddexp(L, s)      c = w (dL' - <dO', O'>)      ds = sum of c over i
 
-exp(S - L') are the weights of the keys beside the sink, and delta = <dO', O'> - dL' is theirs too. So a backward that
-is given O' and L' in place of O and L computes dK and dV as it is. O and lse are overwritten, and what is kept beside
-them is w, one FP32 a query and head. Rows of dS no longer sum to dL', but to dL' - c: where K is smoothed, of which a
-row's sum is multiplied by the mean, dQ lacks -c times the softmax scale and K's mean.
+A backward that is given O' and L' in place of O and L computes dK and dV as it is. O and lse are overwritten, and what
+is kept beside them is w, one FP32 a query and head. Rows of dS no longer sum to dL', but to dL' - c: where K is
+smoothed, of which a row's sum is multiplied by the mean, dQ lacks -c times the softmax scale and K's mean.
 
 A query that sees no key has w = 1 and O' = 0. Its lse stays -inf for backward, and no L' is put further above L than
 `FARTHEST`: exponents of e4m3 products follow it. `true_lse` makes both s.
 
-Shapes, dense: o (B, Hq, N, Dv), q and dq (B, Hq, N, D), lse (B, Hq, N), k_mean (B, Hkv, D). Packed: o (total, Hq, Dv),
-q and dq (total, Hq, D), lse (Hq, total), k_mean (sequences, Hkv, D). sinks (Hq,), of any floating-point dtype. k_mean
-is None where K is not smoothed; offsets are cu_seqlens of packed queries.
+Shapes are those of `sagebwd.call`; sinks (Hq,), of any floating-point dtype. k_mean is None where K is not smoothed;
+offsets are cu_seqlens of packed queries.
 """
 
 from __future__ import annotations

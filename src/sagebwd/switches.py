@@ -44,7 +44,12 @@ _lock = threading.Lock()
 def switches(
     *, disabled: bool | None = None, backward_16bit: bool | None = None, deterministic: bool | None = None
 ) -> Iterator[None]:
-    """Set the given switches inside a ``with`` block; None leaves one as it is. Raises TypeError for anything else."""
+    """Set switches inside a ``with`` block.
+
+    Args: disabled, backward_16bit, deterministic, as above, True or False; None leaves one as it is.
+
+    Returns: a context manager. Raises TypeError for another value.
+    """
     given = {"disabled": disabled, "backward_16bit": backward_16bit, "deterministic": deterministic}
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
@@ -59,24 +64,15 @@ def switches(
         finally:
             current = before
         return
-    _enter(given)
-    try:
-        yield
-    finally:
-        _leave(given)
-
-
-def _enter(given: dict[str, bool]) -> None:
     with _lock:
         _given.append(given)
         _set(given)
-
-
-def _leave(given: dict[str, bool]) -> None:
-    """Take back what one block gave, and nothing of the others."""
-    with _lock:
-        del _given[[x is given for x in _given].index(True)]
-        _set(given)
+    try:
+        yield
+    finally:
+        with _lock:  # take back what this block gave, and nothing of the others
+            del _given[[x is given for x in _given].index(True)]
+            _set(given)
 
 
 def _set(names: Iterable[str]) -> None:

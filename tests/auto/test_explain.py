@@ -163,7 +163,11 @@ def test_explain_on_a_cpu_runs_nothing(monkeypatch):
         "full on torch at head_dim 16: kernels need a CUDA GPU; on cpu torch's own attention is faster than the "
         "reference"
     )
-    assert sagebwd.explain(q, q, q).why == "torch's own attention alone takes head_dim 300, over 256"
+    assert sagebwd.explain(q, q, q).why == (
+        "head_dim 300, over 256, of which no kernels were timed: they run a recipe that is named"
+    )
+    wide = torch.randn(3, 20, 520)
+    assert sagebwd.explain(wide, wide, wide).why == "torch's own attention alone takes head_dim 520, over 256"
     assert str(sagebwd.explain(*narrow, return_lse=True)) == (
         "full on reference at head_dim 16: torch has nothing that computes the same, or the switch deterministic is "
         "on, so the reference runs it in full precision on cpu"
@@ -172,8 +176,8 @@ def test_explain_on_a_cpu_runs_nothing(monkeypatch):
     assert "impl='reference'" in sagebwd.explain(*narrow, impl="reference").why
     with switches(disabled=True):
         assert "a switch is on" in sagebwd.explain(*narrow).why
-    with pytest.raises(ValueError, match="head_dim 300 is not supported"):
-        sagebwd.explain(q, q, q, recipe="token")
+    with pytest.raises(ValueError, match="head_dim 520 is not supported"):
+        sagebwd.explain(wide, wide, wide, recipe="token")
     packed, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
     found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
     assert found[:3] == ("full", "reference", "reference")

@@ -16,6 +16,7 @@ from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import operands, peers, torch_attention
 from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, PEERS, TORCH
 from sagebwd.cache import PLANS
+from sagebwd.masks.kinds import PACKED
 from sagebwd.reference.metrics import relative_l2
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -212,9 +213,9 @@ def test_packed_calls_have_a_scale_over_0(scale, monkeypatch):
         "torch.nn.attention.varlen.varlen_attn", lambda q, *_, scale, **options: given.append((q, scale)) or q
     )
     q, offsets = torch.randn(20, 4, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
-    more = (12, 12), True, (-1, -1), scale
-    torch_attention.packed(q, q, q, (offsets, offsets), *more)
-    torch_attention.settled_packed(TORCH, q, q, *more, None)(q, q, q, None, offsets, offsets)
+    way = torch_attention.Way(PACKED, is_causal=True, longest=(12, 12))
+    torch_attention.run(way, scale, q, q, q, None, offsets, offsets)
+    torch_attention.settled(TORCH, way, q, q, q, None, scale, None)(q, q, q, None, offsets, offsets)
     for found, positive in given:
         assert positive > 0
         torch.testing.assert_close(found * positive, q * scale)

@@ -257,8 +257,9 @@ def test_windows_and_packed_sequences_are_handed_on(measured, install, on_cpu, m
     sage_attention(q, k, v, enable_gqa=True, window=(5, 3), is_causal=True)
     assert [(call["causal"], call["window"]) for call in calls] == [(False, (5, 3)), (True, (5, 0))]
     packed, offsets = torch.randn(20, 4, 128).bfloat16(), torch.tensor([0, 8, 20], dtype=torch.int32)
-    run = torch_attention.settled_packed(FA4, packed, packed, (12, 12), True, (-1, -1), 0.3, None)
-    assert torch.equal(run(packed, packed[:, :2], packed[:, :2], None, offsets, offsets), packed)
+    way, kv = torch_attention.Way(PACKED, is_causal=True, longest=(12, 12)), packed[:, :2]
+    run = torch_attention.settled(FA4, way, packed, kv, kv, None, 0.3, None)
+    assert torch.equal(run(packed, kv, kv, None, offsets, offsets), packed)
     assert calls[-1].pop("cu_seqlens_q") is calls[-1].pop("cu_seqlens_k")
     assert calls[-1] == {
         "softmax_scale": 0.3, "causal": True, "window_size": (None, None), "max_seqlen_q": 12, "max_seqlen_k": 12,

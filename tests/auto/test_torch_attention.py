@@ -18,7 +18,7 @@ from sagebwd.auto import torch_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask
 from sagebwd.masks.band import Band
-from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PADDING, WINDOW
+from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.planning.specification import spec_of
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.tracing import assume_constant
@@ -465,11 +465,11 @@ def test_packed_calls_go_to_an_attention_that_takes_them(monkeypatch):
     for dims in ((64, 128), (60, 60), (264, 264)):
         assert not torch_attention.takes_packed(*dims, False)
     q, k, offsets = torch.randn(20, 4, 16), torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
-    packing = (offsets, offsets), (12, 12)
-    torch_attention.packed(q, k, k, *packing, True, (-1, -1), 0.3)
+    way = torch_attention.Way(PACKED, is_causal=True, longest=(12, 12))
+    torch_attention.run(way, 0.3, q, k, k, None, offsets, offsets)
     assert (given["packing"], given["scale"]) == ((offsets, offsets, 12, 12), 0.3)
     assert (given["window"], given["grouped"]) == ((-1, 0), True)
-    torch_attention.packed(q, q, q, *packing, False, (5, 2), 0.3)
+    torch_attention.run(way._replace(is_causal=False, window=(5, 2)), 0.3, q, q, q, None, offsets, offsets)
     assert (given["window"], given["grouped"]) == ((5, 2), False)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, is_causal=False: None)
     torch_attention._packed_arguments.cache_clear()

@@ -8,11 +8,11 @@ import torch
 from rich.console import Console
 
 from benchmarks import attention as bench
-from benchmarks import baselines
+from benchmarks import baselines, wide_baselines
 from benchmarks.__main__ import _attention_table
 from benchmarks.baselines import available
 from benchmarks.correctness import emulated, gate, wrong_tensors
-from benchmarks.shapes import Shape, flops
+from benchmarks.shapes import Shape, flops, wide_shapes
 from sagebwd import Recipe, sage_attention
 from sagebwd.cli import timer
 from tests.forward_alone import ERROR, forward_alone
@@ -169,7 +169,7 @@ def test_of_contenders_who_is_slow_runs_alone(monkeypatch):
     ],
 )
 def test_on_hopper_there_is_no_best_without_flash_attention_4_and_3(monkeypatch, hopper, timed, may):
-    monkeypatch.setattr(baselines, "is_hopper", lambda device: hopper and device == torch.device("cuda"))
+    monkeypatch.setattr(baselines, "arch_of", lambda device: 90 if hopper and device == torch.device("cuda") else 80)
     assert baselines.may_claim_best(timed, "cuda") is may
 
 
@@ -233,3 +233,25 @@ def test_flops_by_hand():
     assert flops(1, 1, 4, 4, 64, window=(1, 0)) == 4 * 64 * 7
     assert flops(1, 1, 4, 4, 64, direction="bwd") == 2.5 * 4 * 64 * 16
     assert flops(1, 1, 4, 4, 64, direction="fwd+bwd") == 3.5 * 4 * 64 * 16
+
+
+@pytest.mark.rounding
+def test_a_wide_shape_has_a_window():
+    shape = Shape(264, 2, 1, 1, 40, True, window=8)
+    rows = bench.measure_shape(shape, ["token"], ["reference"], "cpu", rounds=1)
+    assert {(row.impl, row.window, row.gate) for row in rows} == {("reference", 8, "ok"), ("sdpa", 8, "ok")}
+    assert shape.flops("fwd") < Shape(264, 2, 1, 1, 40, True).flops("fwd")
+    assert len({str(shape) for shape in wide_shapes()}) == 20
+
+
+def test_a_tile_of_flex_attention_that_does_not_fit_leaves_its_backward_tried(monkeypatch):
+    def times(pair, device, inputs):
+        if pair[0] == wide_baselines.FORWARD[1]:
+            raise RuntimeError("out of resource: shared memory")
+        return float(wide_baselines.FORWARD.index(pair[0])), -float(wide_baselines.BACKWARD.index(pair[1]) == 1)
+
+    monkeypatch.setattr(wide_baselines, "TRIED", Shape(16, 1, 1, 1, 16, True))
+    monkeypatch.setattr(wide_baselines, "_times", times)
+    wide_baselines.tiles.cache_clear()
+    assert wide_baselines.tiles("cpu") == (wide_baselines.FORWARD[0], wide_baselines.BACKWARD[1])
+    wide_baselines.tiles.cache_clear()

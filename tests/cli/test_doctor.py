@@ -38,7 +38,7 @@ def test_answers_on_a_cpu(monkeypatch):
     assert set(answers) == set(FAMILIES)
     assert answers["reference"].chosen
     assert not answers["triton"].takes
-    assert "needs a CUDA device" in answers["triton"].reason
+    assert "needs a GPU of compute capability 8.0 or more" in answers["triton"].reason
 
 
 def test_answers_say_whose_backward_runs(monkeypatch):

@@ -1,8 +1,6 @@
 """What traces of a model's layers come to: by layer, by the weight of the first key, over all."""
 
 import dataclasses
-import json
-import lzma
 import math
 
 import pytest
@@ -107,24 +105,8 @@ def test_heads_by_the_weight_of_the_first_key(rows):
     }
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.json.xz"])
-def test_a_file_is_read_again_and_printed(rows, tmp_path, capsys, name):
-    text = json.dumps({"rows": [row.as_dict() for row in rows]}).encode()
-    (tmp_path / name).write_bytes(lzma.compress(text) if name.endswith("xz") else text)
-    assert summary.read(tmp_path / name) == rows
-    summary.main([str(tmp_path / name)])
-    out = capsys.readouterr().out
-    assert f"{summary.overall(rows)['paper']['dq'][0]:.4f}" in out
-    assert "idle heads" in out
-    assert "1 head 1" in out
-    with pytest.raises(SystemExit, match="python -m sagebwd"):
-        summary.main([])
-
-
-def test_attribution_is_read_again(tmp_path):
+def test_shares_are_of_the_median_layer():
     rows = study.measure([random_call(tokens=64, heads=2)], ["token"], attribute=True)
-    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row.as_dict() for row in rows]}))
-    assert summary.read(tmp_path / "rows.json") == rows
     # three layers, of which the first's and the last's errors are half and twice as large: the median is the second's
     more = [
         dataclasses.replace(

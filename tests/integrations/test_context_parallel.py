@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sagebwd import sage_attention
-from sagebwd.integrations import ring
+from sagebwd.integrations import context_parallel as ring
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
@@ -69,8 +69,8 @@ def refusals(group):
         ring_attention(x, x, x, recipe="unknown", group=group)
     with pytest.raises(TypeError, match="query: expected a tensor, got str"):
         ring_attention("q", x, x, group=group)
-    wide = torch.randn(1, 1, 4, 512)
-    with pytest.raises(ValueError, match=r"head_dim 512 is not supported; accepted: 1 to 256; .*: divide heads in"):
+    wide = torch.randn(1, 1, 4, 520)
+    with pytest.raises(ValueError, match=r"head_dim 520 is not supported; accepted: 1 to 512; .*: divide heads in"):
         ring_attention(wide, wide, wide, group=group)
 
 

@@ -116,7 +116,7 @@ def test_masks_of_any_shape_are_replaced(name):
 
 KEPT = {
     "dropout": (qkv(), {"dropout_p": 0.5}),
-    "head_dim 264": (qkv(tokens=4, head_dim=264), {}),
+    "head_dim 520": (qkv(tokens=4, head_dim=520), {}),
     "dimensions differ": ((qkv()[0][0], *qkv()[1:]), {}),
     "heads differ": (qkv(kv_heads=1), {}),
     "shapes differ": ((qkv()[0], *(x[:1] for x in qkv()[1:])), {}),
@@ -277,7 +277,7 @@ def test_wrong_calls_get_the_error_of_the_original():
 
 REFUSED = {
     "dropout": (NotImplementedError, "dropout_p=0.5 is not supported"),
-    "head_dim 264": (ValueError, "head_dim 264 is not supported"),
+    "head_dim 520": (ValueError, "head_dim 520 is not supported"),
     "dimensions differ": (NotImplementedError, "dimensions differ: not supported"),
     "heads differ": (ValueError, "pass enable_gqa=True"),
     "shapes differ": (ValueError, "key: batch 1 differs"),
@@ -299,7 +299,7 @@ def test_unsupported_calls_raise_where_that_is_asked_for(name):
     assert sdpa.counts == {"replaced": 1, "kept": {}}
 
 
-@pytest.mark.parametrize("name", ["dropout", "head_dim 264", "attn_mask needs a gradient"])
+@pytest.mark.parametrize("name", ["dropout", "head_dim 520", "attn_mask needs a gradient"])
 def test_a_refusal_advises_what_was_not_done_yet(name):
     """Regression: to leave out the recipe, and to call the function that was called."""
     arguments, options = KEPT[name]
@@ -312,7 +312,7 @@ def test_a_refusal_advises_what_was_not_done_yet(name):
 
 def test_short_calls_go_to_the_original_whatever_else_they_ask_for():
     q = qkv()[0]
-    calls = [qkv(), qkv(head_dim=264), tuple(x[0] for x in qkv())]
+    calls = [qkv(), qkv(head_dim=520), tuple(x[0] for x in qkv())]
     with replace_sdpa(impl="reference", min_tokens=25, unsupported="raise") as sdpa:
         for arguments in calls:
             assert torch.equal(F.scaled_dot_product_attention(*arguments), ORIGINAL(*arguments))
@@ -330,10 +330,10 @@ def test_a_dtype_is_refused_for_itself_and_not_for_its_padding():
 
 
 def test_compile_refuses_what_eager_refuses():
-    arguments = qkv(tokens=4, head_dim=264)
+    arguments = qkv(tokens=4, head_dim=520)
     with replace_sdpa(impl="reference", unsupported="raise"):
         compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
-        with pytest.raises(Exception, match="head_dim 264 is not supported"):
+        with pytest.raises(Exception, match="head_dim 520 is not supported"):
             compiled(*arguments)
 
 
@@ -344,11 +344,11 @@ def test_compile_keeps_what_eager_keeps(dynamic):
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     masks = MASKS["over-queries"](padding()), torch.zeros(24, 24, requires_grad=True)
-    calls = [*((*qkv(dtype=torch.float64), mask) for mask in masks), qkv(tokens=4, head_dim=264, dtype=torch.float64)]
+    calls = [*((*qkv(dtype=torch.float64), mask) for mask in masks), qkv(tokens=4, head_dim=520, dtype=torch.float64)]
     with replace_sdpa(impl="reference") as sdpa:
         for arguments in calls:
             torch.testing.assert_close(compiled(*arguments), attend(*arguments), rtol=1e-12, atol=1e-12)
-    kept = {"attn_mask needs a gradient": 1, "head_dim 264": 1}
+    kept = {"attn_mask needs a gradient": 1, "head_dim 520": 1}
     assert sdpa.counts == {"replaced": 1, "kept": kept}
 
 

@@ -151,7 +151,7 @@ def test_what_auto_hands_to_torch_does_not_come_back(active):
             self.names.add(function.name())
             return function(*arguments, **kwargs or {})
 
-    inputs = [x.detach() for x in draw(head_dim=264)]
+    inputs = [x.detach() for x in draw(head_dim=520)]
     with Seen() as during:
         out = sage_attention(*inputs)
     active.remove()

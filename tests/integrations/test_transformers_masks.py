@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.attention import sage_attention_varlen
 from sagebwd.integrations import transformers as integration
-from sagebwd.integrations import transformers_padding
+from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read, read_attention_mask
 from sagebwd.reference.metrics import relative_l2
 
@@ -186,7 +186,7 @@ def test_a_query_of_padding_in_a_hole_is_sdpas(name):
 
 @pytest.fixture
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(transformers_padding, "_said", set())
+    monkeypatch.setattr(transformers_torch, "_said", set())
 
 
 def train(model, ids, attention_mask, labels):

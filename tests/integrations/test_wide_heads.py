@@ -34,12 +34,13 @@ def fresh(registered):
     counts.update(before)
 
 
-def gemma4(implementation="sagebwd", **settings):
+def gemma4(implementation="sagebwd", global_head_dim=512, **settings):
     """A sliding layer of 256 channels a head and a global one of 512, as in Gemma 4, and little else."""
     config = Gemma4TextConfig(
         vocab_size=64, vocab_size_per_layer_input=64, hidden_size=64, hidden_size_per_layer_input=8,
         intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, sliding_window=32,
-        layer_types=["sliding_attention", "full_attention"], head_dim=256, global_head_dim=512, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"], head_dim=256, global_head_dim=global_head_dim,
+        pad_token_id=0,
         bos_token_id=None, eos_token_id=None, use_cache=False, **settings,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -118,11 +119,19 @@ def test_what_runs_on_torch_is_said_once_by_name():
         gemma4()(IDS)
 
 
+@pytest.mark.rounding
+def test_a_recipe_that_is_named_runs_all_layers():
+    models = gemma4(sagebwd={"recipe": "token"}), gemma4("sdpa")
+    (_, gradients), (_, exact) = map(outcome, models)
+    assert counts == {TOKEN: 2}
+    assert 0 < relative_l2(gradients, exact) < 0.1
+
+
 @pytest.mark.parametrize("settings", [{"recipe": "token"}, {"impl": "reference"}])
 def test_a_named_recipe_refuses_and_says_how_to_name_one_for_the_others(settings):
-    match = r"""Gemma4TextAttention, layer 1: head_dim 512 is not supported.*\["layers"\] = \{"1": \{"recipe": "auto"""
+    match = r"""Gemma4TextAttention, layer 1: head_dim 520 is not supported.*\["layers"\] = \{"1": \{"recipe": "auto"""
     with pytest.raises(ValueError, match=match):
-        outcome(gemma4(sagebwd=settings))
+        outcome(gemma4(sagebwd=settings, global_head_dim=520))
     counts.clear()
     outcome(gemma4(sagebwd=settings | {"layers": {"1": {"recipe": "auto", "impl": None}}}))
     assert counts == {TOKEN: 1, TORCH: 1}

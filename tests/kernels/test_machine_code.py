@@ -60,6 +60,7 @@ def test_kernels_are_those_of_the_table(version, family, call):
     [
         (90, 64, "token", "causal"), (90, 64, "paper", "bias-heads"), (80, 64, "full", "padded-causal"),
         (90, 64, "token(dp=int8)", "packed-causal"),
+        pytest.param((90, 288, "token", "packed-causal"), marks=pytest.mark.slow),
     ],
     ids=machine_code.name_of,
 )  # fmt: skip

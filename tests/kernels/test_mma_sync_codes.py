@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
 from sagebwd.kernels.common.quantize import launch_quantize
-from sagebwd.kernels.mma_sync import operands
+from sagebwd.kernels.mma_sync import launch
 from sagebwd.kernels.mma_sync.variant import (
     BACKWARD,
     Variant,
@@ -47,10 +47,10 @@ def kernel_of(asked: Variant) -> object:
     return nvrtc.kernel_of(asked.source, ARCH) if HAS_GPU else emulated_cuda.EmulatedKernel(asked.source)
 
 
-def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None) -> operands.Operands:
+def codes_of(call: Call, inputs: tuple, first_keys: torch.Tensor | None) -> launch.Operands:
     """Codes by the kernel of q, k and v and the means of these."""
     settings = {"half": inputs[0].dtype == torch.float16, "first_keys": call.recipe.first_keys, "turned": call.turned}
-    return operands.quantize(call, kernel_of(quantize_variant(call.head_dim, **settings)), *inputs, first_keys)
+    return launch.quantize(call, kernel_of(quantize_variant(call.head_dim, **settings)), *inputs, first_keys)
 
 
 @pytest.mark.skipif(emulated_cuda.COMPILER is None and not HAS_GPU, reason="no C++ compiler")
@@ -65,9 +65,7 @@ def test_codes(name, count, on):
     q, k, v, *_ = case.inputs()
     call = case.call(q, k)
     keys, head_dim = call.keys, call.head_dim
-    k_mean, v_mean, _, first_keys = launch_statistics(
-        k, v, keys, call.key_mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=count
-    )
+    k_mean, v_mean, _, first_keys = launch_statistics(recipe, k, v, keys, call.key_mask)
     made = codes_of(call, (q, k, v, k_mean, v_mean), first_keys)
     rows = {"q": (q, call.queries, None, None), "k": (k, keys, k_mean, call.key_mask)}
     for which, (x, packing, mean, mask) in rows.items():
@@ -125,7 +123,7 @@ def test_widths_of_several_blocks_of_the_rotation(head_dim, on):
     call = AttentionCase(tokens_q=40, tokens_k=40, heads=1, head_dim=head_dim, device=on).call(q.to(on), k.to(on))
     filled = [torch.nn.functional.pad(x, (0, width - head_dim)).to(on) for x in (q, k, v, mean)]
     asked = quantize_variant(width, half=False, first_keys=0, turned=head_dim)
-    made = operands.quantize(call._replace(head_dim=width), kernel_of(asked), *filled, None, None)
+    made = launch.quantize(call._replace(head_dim=width), kernel_of(asked), *filled, None, None)
     for codes, scale, x in (
         (made.q_int8, made.q_scale, q.double()),
         (made.k_int8, made.k_scale, k.double() - mean.double()[:, :, None]),
@@ -190,10 +188,10 @@ def test_values_and_codes_of_queries(name, on):
     call, saved, do, dlse = rows_of_queries(dataclasses.replace(ROWS[name], device=on))
     if not call.packed:
         do[:, :, 64:] = 0
-    values, scale, do_t, q_t, _ = launch_preprocess_do(call, do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8)
+    values, scale, do_t, q_t, _ = launch_preprocess_do(call, saved, do, dlse)
     half = do.dtype == torch.float16
     kernel = kernel_of(row_values_variant(128, half=half, int8_dp=False, turned=0))
-    made = operands.row_values(call, kernel, saved, do, dlse, None)
+    made = launch.row_values(call, kernel, saved, do, dlse, None)
     blocks = [0, 2, 3] if call.packed else [0, 1]  # the third sequence begins at 30 // 64 + 2
     width = made.values.shape[1] * 64
     at = torch.cat([torch.arange(64) + 64 * block for block in blocks]).to(on)
@@ -221,6 +219,6 @@ def test_dq_from_sums(recipe, adds_four, on):
         given = sums.view(z, blocks, 4, 2, 8, 16, 4, 2).permute(0, 1, 2, 5, 3, 7, 4, 6)
     backward = variant_of(BACKWARD, 128, ARCH, half=True, turned=call.turned)._replace(adds_four=adds_four)
     dq = torch.full_like(q, torch.nan)
-    operands.finish(call, kernel_of(finish_variant(backward)), given.contiguous().to(on), dq)
+    launch.finish(call, kernel_of(finish_variant(backward)), given.contiguous().to(on), dq)
     expected = rotated(sums.double()) if call.turned else sums.double()
     torch.testing.assert_close(dq.cpu().double().view(z, 70, 128), expected[:, :70], atol=2e-3, rtol=2e-3)

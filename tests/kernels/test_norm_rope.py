@@ -238,5 +238,5 @@ def test_rows_behind_the_last_offset_are_in_no_gradient():
 
 
 def test_heads_and_tokens_fill_programs():
-    q = torch.zeros(3, 2 * kernels.TILE.heads + 1, kernels.TILE.block + 1, 4)
+    q = torch.zeros(3, 2 * kernels.HEADS + 1, kernels.BLOCK + 1, 4)
     assert kernels.programs(q) == 3 * 3 * 2

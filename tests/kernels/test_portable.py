@@ -118,6 +118,35 @@ CALLS = {
     "first-16-head-dim-128": AttentionCase(recipe="token(first_keys=16)", head_dim=128, is_causal=True),
     "first-16-head-dim-256": AttentionCase(recipe="token(first_keys=16)", head_dim=256, tokens_k=70),
 }
+WIDE = {
+    "head-dim-512-causal": AttentionCase(head_dim=512, tokens_q=20, tokens_k=40, kv_heads=1, is_causal=True),
+    "head-dim-300-packed-causal": AttentionCase(
+        head_dim=300, lengths_q=[1, 0, 20], lengths_k=[9, 5, 33], heads=1, is_causal=True, with_dlse=True
+    ),
+    "paper-head-dim-288-mask": AttentionCase(
+        recipe="paper", head_dim=288, tokens_q=20, tokens_k=70, heads=1, masked=True
+    ),
+    "full-head-dim-320-window": AttentionCase(
+        recipe="full", head_dim=320, tokens_q=40, tokens_k=40, heads=1, window=(10, 5)
+    ),
+    "head-dim-512-bias": AttentionCase(head_dim=512, tokens_q=20, tokens_k=40, heads=1, mask="bias-matrix"),
+    "value-dim-512": AttentionCase(head_dim=64, value_dim=512, tokens_q=20, tokens_k=40, heads=1),
+    "value-dim-64-of-512": AttentionCase(head_dim=512, value_dim=64, tokens_q=20, tokens_k=40, heads=1),
+    "16bit-head-dim-320": AttentionCase(
+        recipe="token(s=16bit, o=16bit, dv=16bit)", head_dim=320, tokens_q=20, tokens_k=40, heads=1
+    ),
+    "sequence-scale-head-dim-512": AttentionCase(
+        recipe="token(v_scale=sequence, dq=16bit)", head_dim=512, tokens_q=20, tokens_k=40, heads=1, masked=True
+    ),
+    "sink-head-dim-512-long": AttentionCase(
+        sink=12, head_dim=512, tokens_q=600, tokens_k=600, heads=4, kv_heads=2, is_causal=True
+    ),
+    "fp16-head-dim-384-long": AttentionCase(
+        head_dim=384, dtype=torch.float16, tokens_q=300, tokens_k=500, masked=True
+    ),
+}
+# In slices of channels; half a minute's work of a CPU each, of which these stand for all.
+CALLS |= WIDE if DEVICE == "cuda" else {name: WIDE[name] for name in list(WIDE)[:2]}
 # Of what a recipe, a width or a dtype changes, one head shows to the interpreter as much as two: those that share keys
 # are above. A GPU runs them with all heads.
 ONE_HEAD = {
@@ -230,9 +259,7 @@ def test_first_keys_that_a_mask_leaves():
     mask[0] = True
     mask[1, 5::200] = True
     mask[2, 1020:1050:2] = True
-    *_, found = launch_statistics(
-        x, x, Packing.of(x, None, 0), mask, smooth_k=True, smooth_v=True, v_scale=False, first_keys=16
-    )
+    *_, found = launch_statistics(Recipe.named("token"), x, x, Packing.of(x, None, 0), mask)
     expected = [(keep.nonzero().flatten().tolist() + 16 * [tokens])[:16] for keep in mask]
     assert found.tolist() == expected
 

@@ -17,6 +17,7 @@ program = pytest.importorskip("sagebwd.kernels.runtime.program")
 launchers = pytest.importorskip("sagebwd.kernels.runtime.launchers")
 from sagebwd import environment  # noqa: E402
 from sagebwd.cache import PLANS, Cache  # noqa: E402
+from sagebwd.kernels.runtime.numbers import Numbers  # noqa: E402
 from tests.threads import at_once  # noqa: E402
 
 compiled_by_triton = program.compiled
@@ -129,6 +130,34 @@ class OfTuples(Kernel):
     def run(self, x, y, nothing, out, tokens: int, block: int) -> None:
         assert tuple(nothing) == (None, 1.0)
         super().run(x, y[0], out, tokens, y[1], block)
+
+
+class OfNumbers(Kernel):
+    """As `Kernel`, of a factor as `Numbers` give it."""
+
+    arg_names = ("x", "given", "out", "tokens", "BLOCK")
+
+    def run(self, x, given, out, tokens: int, block: int) -> None:
+        y, (factor, fraction) = given
+        super().run(x, y, out, tokens, (factor - 3) // 4 + fraction, block)
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_numbers_of_a_kind_have_one_program(interpreted):
+    kernel = OfNumbers(interpreted)
+
+    def call(x: Tensor, y: Tensor, numbers) -> tuple[Tensor]:
+        out = torch.empty_like(x)
+        program.launch(kernel, (1,), x, Scaled(y, numbers), out, len(x), BLOCK=16, num_warps=4)
+        return (out,)
+
+    for factor, fraction in ((2, 0.5), (0, -1.0), (-1, 0.0), (16, 0.25)):
+        x, y = torch.randn(8), torch.randn(8)
+        (out,) = program.run(call, x, y, Numbers((factor, fraction)))
+        torch.testing.assert_close(out, x + (factor + fraction) * y + 1)
+    assert kernel.bound == len(PLANS) == 1
+    assert Numbers((1,)) == Numbers((2**28,)) != Numbers((2**29,)) != Numbers((1.0,))
+    assert Numbers((2**29,)) == Numbers((-(2**61),))
 
 
 def test_tensors_in_tuples_are_found():

@@ -384,7 +384,7 @@ def test_rows_narrower_than_a_form_are_those_filled_up(form, channels):
         assert torch.equal(actual, same)
 
 
-@pytest.mark.parametrize("row", [row for row in widths.WIDTHS if row.backward], ids=lambda row: str(row[:2]))
+@pytest.mark.parametrize("row", widths.WIDTHS, ids=lambda row: str(row[:2]))
 def test_queries_of_a_product_share_a_scale(row):
     assert row.backward.queries == queries_a_scale(max(row.head_dim, row.value_dim))
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sagebwd.kernels.sm90.operands import sum_shares
+from sagebwd.kernels.sm90.operands.finish_gradients import ROWS, launch_sum_shares
 from tests.gpus import DEVICE, on_gpu
 
 pytestmark = on_gpu
 
 
-@pytest.mark.parametrize("programs", [(3, 1), (sum_shares.ROWS, 1), (7, sum_shares.ROWS + 5), (None, 9), (4, None)])
+@pytest.mark.parametrize("programs", [(3, 1), (ROWS, 1), (7, ROWS + 5), (None, 9), (4, None)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sums_are_those_of_all_shares(programs, head_dim):
     shares = [None if n is None else torch.randn(n, head_dim, device=DEVICE) for n in programs]
-    found, again = (sum_shares.launch_sum_shares(*shares) for _ in range(2))
+    found, again = (launch_sum_shares(*shares) for _ in range(2))
     for x, a, b in zip(shares, found, again):
         assert (x is None) == (a is None)
         if x is not None:
@@ -26,4 +26,4 @@ def test_sums_are_those_of_all_shares(programs, head_dim):
 
 
 def test_no_weights_have_no_sums():
-    assert sum_shares.launch_sum_shares(None, None) == (None, None)
+    assert launch_sum_shares(None, None) == (None, None)

@@ -285,7 +285,7 @@ class Family:
         return Saved(o, lse, q_int8, q_scale, k_int8, k_scale, None, mean)
 
     def backward(self, call, saved, do, dlse, q, k, v):
-        gradients = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+        gradients = empty_gradients(call.head_dim, saved.o, v)
         read = call.lists.by_key, call.key_mask
         program.launch(Kernel(backward_kernel), (1,), do, saved.k_int8, saved.k_scale, *read, *gradients)
         return tuple(gradients)

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.sm90.widths import FORMS as HOPPER
 from tools import fuzz
 from tools.matrix import __main__ as matrix
@@ -22,8 +22,9 @@ def cell(form: str, head_dim: int = 8, recipe: str = "token") -> forms.Cell:
     return cell_of(FORMS, head_dim, head_dim, form, recipe, "bfloat16")
 
 
-WIDTHS = {*range(8, MAX_HEAD_DIM + 1, 8), 1, 3, 17, 33, 65, 100, 250}
+WIDTHS = {*range(8, WIDE + 1, 8), 1, 3, 17, 33, 65, 100, 250}
 PAIRS = {(192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512)}
+WIDE_DIMS = {(width, width) for width in (257, 288, 320, 384, 512)}
 VARIANTS = [("paper", torch.bfloat16), ("full", torch.bfloat16), ("token", torch.float16)]
 APART = [("token(dp=int8)", torch.bfloat16)]
 
@@ -35,10 +36,10 @@ def rows_of(size: str) -> list[forms.Cell]:
 
 
 def met(rows: list[forms.Cell], recipe: str, dtype: torch.dtype) -> dict[tuple[int, int], set[str]]:
-    """The forms of each width."""
+    """The forms of each width but the wide ones."""
     found = defaultdict(set)
     for row in rows:
-        if (row.recipe, row.dtype) == (recipe, dtype):
+        if (row.recipe, row.dtype) == (recipe, dtype) and (row.head_dim, row.value_dim) not in WIDE_DIMS:
             found[row.head_dim, row.value_dim].add(row.form)
     return found
 
@@ -74,7 +75,7 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
         classes[alike].append(found)
         if dims in sizes.rotated():
             turns[alike].append(found)
-        elif max(dims) <= MAX_HEAD_DIM:
+        elif max(dims) <= WIDE:
             assert found == set(FORMS), dims
     for alike, found in classes.items():
         assert len(found) < 3 or set().union(*found) == set(FORMS), alike
@@ -91,6 +92,16 @@ def test_the_cover_meets_every_form_wherever_widths_compile_alike():
         if len(found & {"causal", "packed-causal", "padding"}) == len(found) == 1
     }
     assert set(sizes.rotated()) <= once
+
+
+def test_wide_heads_meet_every_form():
+    found = defaultdict(set)
+    for row in rows_of("every"):
+        if (row.head_dim, row.value_dim) in WIDE_DIMS:
+            found[row.recipe, row.dtype].add((row.head_dim, row.form))
+    for variant in (("token", torch.bfloat16), *VARIANTS):  # torch runs those of "auto"
+        assert found.pop(variant) == {(width, form) for width, _ in WIDE_DIMS for form in FORMS}
+    assert not found
 
 
 @pytest.mark.parametrize("form", ["packed", "padding-nan", "sinks", "head-nan", "packed-nan"])

@@ -3,7 +3,7 @@
 A row is a head_dim, value head_dim, form, recipe and dtype. Its calls of the public functions, forward and backward,
 come with random inputs of their own, on memory that is filled with NaN before each, the first and several that run
 what it described; output, lse and gradients are held to attention in FP32 with an explicit mask
-(`tools.matrix.exact`) and to the recipe's emulator (`sagebwd.reference.conformance`). A call that the package does not
+(`tools.matrix.exact`) and to the recipe's emulator (`benchmarks.conformance`). A call that the package does not
 take is right if it says which argument is why. `tools.matrix.forms` has forms, `tools.matrix.sizes` what meets what:
 
 - ``--every``: `token` and `auto` in BF16, every width, pair of widths and form; `paper`, `full` and `token` in FP16, a

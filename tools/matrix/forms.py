@@ -124,7 +124,7 @@ class Cell(Case):
         recipe = Recipe.parse(self.recipe)
         if FP8 not in (recipe.dv, recipe.dq, recipe.dk) and impl != "hopper":
             return False
-        return not dispatch.is_hopper(torch.device(device))
+        return dispatch.arch_of(torch.device(device)) != 90
 
     def emulated_as(self, device: str, impl: str | None) -> Cell:
         """The same with the recipe that "auto" stands for."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator
 
 from sagebwd.call import padded_head_dim
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.sm90 import widths
 from sagebwd.recipe import AUTO
 from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
@@ -14,9 +14,11 @@ from tools.matrix.forms import FORMS, LIKE, Cell, cell_of
 Dims = tuple[int, int]
 """head_dim and value head_dim."""
 
-WIDTHS = tuple(range(8, MAX_HEAD_DIM + 1, 8))
+WIDTHS = tuple(range(8, WIDE + 1, 8))
 ODD_WIDTHS = (1, 3, 17, 33, 65, 100, 250)
 PAIRS = ((192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512))
+WIDE_WIDTHS = (512, 384, 320, 288, 257)
+"""Of which "auto" has torch run; they compile for so long that the cover has one row of the first alone."""
 EVERY = (*((width, width) for width in (*WIDTHS, *ODD_WIDTHS)), *PAIRS)
 # By alignment, so that a rotation over them gives each variant some of each; 64 and 128 side by side.
 VARIED = (
@@ -68,7 +70,7 @@ def rotated() -> list[Dims]:
     All others are of KINDS, are filled up to one of them and launch its kernels, or are refused.
     """
     compiled = {max(dims) for dims in KINDS}
-    found = [dims for dims in EVERY if max(dims) not in compiled and max(dims) <= MAX_HEAD_DIM]
+    found = [dims for dims in EVERY if max(dims) not in compiled and max(dims) <= WIDE]
     return sorted(found, key=lambda dims: (alike(max(dims)), dims))
 
 
@@ -91,6 +93,7 @@ def _cover() -> Iterator[Cell]:
         yield from _rows(dims, FORMS if dims in widths.FORMS else FEW_FORMS, AUTO, "bfloat16")
     for number, dims in enumerate(widths.FORMS):
         yield from _rows(dims, FEW_FORMS[number % 3 :][:1], AUTO, "float16")
+    yield from _rows((WIDE_WIDTHS[0],) * 2, FEW_FORMS[:1], "token", "bfloat16")
 
 
 def _every() -> Iterator[Cell]:
@@ -103,3 +106,5 @@ def _every() -> Iterator[Cell]:
             yield from _rows(dims, FORMS, *variant)
     for dims in widths.FORMS:
         yield from _rows(dims, FORMS, AUTO, "float16")
+    for width, variant in itertools.product(WIDE_WIDTHS, (("token", "bfloat16"), *VARIANTS)):
+        yield from _rows((width, width), FORMS, *variant)

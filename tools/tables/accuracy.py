@@ -5,6 +5,7 @@ import statistics
 from functools import cache
 from itertools import pairwise
 
+from lab.studies import traces
 from lab.studies.study_tables import table
 from sagebwd.diagnostics import layers, summary
 from sagebwd.diagnostics.tables import LABELS
@@ -23,7 +24,7 @@ PLANTED = {"35M, kernels": "assay_35m_h200.json.xz", "SmolLM2, emulated": "assay
 @cache
 def trace() -> list[Row]:
     """Rows of heads of SmolLM2-135M."""
-    return summary.read(STUDIES / "trace_smollm2.json.xz")
+    return traces.read(STUDIES / "trace_smollm2.json.xz")
 
 
 @cache
@@ -145,7 +146,7 @@ def by_weight_of_the_first_key() -> str:
 
 def by_product() -> str:
     """Shares of the products in the error of SmolLM2."""
-    found = summary.shares(summary.read(STUDIES / "trace_smollm2_attribution.json.xz"))
+    found = summary.shares(traces.read(STUDIES / "trace_smollm2_attribution.json.xz"))
     rows = [
         [f"`{recipe}`", LABELS.get(source, source.upper()), " / ".join(f"{share:.0%}" for share in own.values())]
         for (recipe, source), own in found.items()

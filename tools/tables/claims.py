@@ -3,6 +3,7 @@
 import statistics
 from functools import cache
 
+from lab.studies import traces
 from lab.studies.study_tables import table
 from lab.training import packed
 from sagebwd.diagnostics import summary
@@ -41,7 +42,7 @@ def claims() -> str:
     errors = gaussian()
     times = {sigma: errors["paper", sigma, "dq"] / errors["printed", sigma, "dq"] for sigma in (1, 3, 10)}
     bound = [row.rms["ds"] <= row.ds_bound for row in trace()]
-    of = summary.shares(summary.read(STUDIES / "trace_smollm2_attribution.json.xz"))
+    of = summary.shares(traces.read(STUDIES / "trace_smollm2_attribution.json.xz"))
     dq = {source: of["paper", source]["dq"] for source in ("s", "o", "dq")}
     paper = medians("paper")
     worst = max((name for name in ("delta", "p", "dp", "ds")), key=paper.__getitem__)

@@ -2,9 +2,8 @@
 
 The first process that asks leaves what its choices follow from in the store of the default process group, and every
 other compares its own with that: one atomic exchange, which waits for no other process, since processes may call
-attention unequal times, as under pipeline parallelism, and for the store `PATIENCE` at most. A process asks at its
-first call of "auto" on a GPU in each process group, in a trace too. A difference is a warning. What was compared is
-logged; so is an error of the store, which changes nothing.
+attention unequal times, and for the store `PATIENCE` at most. A process asks at its first call of "auto" on a GPU in
+each process group, in a trace too. An error of the store is logged, and changes nothing.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from sagebwd.recipe import AUTO, Recipe
 from sagebwd.tracing import assume_constant
 from sagebwd.version import __version__
 
+# Compute capability of the cards of `model.of_this_project`.
+_TIMED = 90
 # Both directions of a call in full precision, by functions of torch's own.
 _ROWS = [
     Row(direction, TORCH, "torch.nn.functional", REFERENCE_DTYPES, {}, as_it_is, "any")
@@ -39,16 +41,19 @@ def handed_to(contender: str) -> Choice:
 
 
 def choose(ask: Ask, size: Size | None = None, card: str | None = None, planned: bool = True) -> Choice:
-    """Who runs a call, and by which recipe.
-
-    "auto" is `handed_to` whom `contender_of` names; all else is as `sagebwd.dispatch.choose` says, and raises as that.
+    """Who runs a call, and by which recipe: `handed_to` whom `contender_of` names, else as `sagebwd.dispatch.choose`
+    says.
 
     size: None where nobody else computes the same, or where kernels alone are asked for. card: one of
     `sagebwd.auto.model.of_this_project` with all of the extras, whose answer is wanted; None for the device itself.
     planned: as of `contender_of`.
     """
     contender = contender_of(ask, size, card, planned)
-    return dispatch.choose(ask, card) if contender is None else handed_to(contender)
+    return _by_kernels(ask, card) if contender is None else handed_to(contender)
+
+
+def _by_kernels(ask: Ask, card: str | None) -> Choice:
+    return dispatch.choose(ask, None if card is None else _TIMED)
 
 
 def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: bool = True) -> str | None:
@@ -87,7 +92,7 @@ def is_wrong(name: str, ask: Ask, size: Size) -> bool:
     less than -88.7 (torch's issue 196678; torch 2.11, H100). That counts where the mask is of this package's making: a
     window's, and a causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN:
     FlashAttention-2 takes no mask, the memory-efficient no grouped heads. Where gradients have to repeat torch runs no
-    cuDNN. What all get wrong for some operands and scales is mended for all (`sagebwd.auto.operands`).
+    cuDNN.
     """
     if not ask.training or torch.are_deterministic_algorithms_enabled():
         return False
@@ -172,7 +177,7 @@ def times_of(ask: Ask, card: str | None = None) -> Times | None:
     known = known_of(ask.device) if card is None else model.of_this_project()[card]
     if not known:
         return None
-    choice = dispatch.choose(ask, card)
+    choice = _by_kernels(ask, card)
     direction = model.TRAINING if ask.training else model.FORWARD
     dims = ask.head_dim, ask.value_dim
     ran = str(choice.recipe), choice.name

@@ -1,11 +1,7 @@
 """Costs of calls, fitted from timings: least squares of relative errors, in which no coefficient is negative.
 
-A call that its host decides says that the GPU took no longer: where a fit says more, that is an error too.
-
-A row has the kind, head_dim, value_dim, direction, recipe, impl, batch, heads, kv_heads (heads where it is missing),
-tokens, kv_tokens (tokens), width (keys in a window; one more than a quarter of the tokens), ms and host_ms of low
-precision, torch_ms and torch_host_ms of what torch ``picked``, and ``others``: (ms, the host's ms) of more contenders
-in full precision by name, or ms alone; times of what does not run are None.
+A call that its host decides says that the GPU took no longer: where a fit says more, that is an error too. Rows are
+those of `sagebwd.cli.measure.Timing`; older files lack some columns.
 """
 
 from __future__ import annotations
@@ -13,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from math import exp, log
+from operator import mul
 from statistics import fmean
+
+import torch
 
 from sagebwd.auto.contenders import LOW, PEERS, PICKED, TORCH
 from sagebwd.auto.model import TRAINING, Cost, Size, Times
@@ -27,12 +26,14 @@ ENOUGH = 4
 _HOST = 0.15
 # By which more coefficients have to lower the sum of squares.
 _ROUNDING = 1e-9
+# Of singular values, below which one counts as 0.
+_SINGULAR = 1e-6
 # Of rows, pairs and ms, so that equations are of like numbers.
 _ROWS, _PAIRS, _FEMTO = 1e6, 1e9, 1e12
 
 
-def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
-    """What calls take, of timings of one card; source, torch: what is noted beside."""
+def fitted(rows: Iterable[Mapping], source: str, torch_version: str) -> list[Times]:
+    """What calls take, of timings of one card; source, torch_version: what is noted beside."""
     groups: dict[tuple, list[Mapping]] = {}
     for row in rows:
         key = row["kind"], row["head_dim"], row["value_dim"], row["direction"], row["recipe"], row["impl"]
@@ -61,7 +62,7 @@ def fitted(rows: Iterable[Mapping], source: str, torch: str) -> list[Times]:
             scales = 1.0, _ROWS, _PAIRS
             costs[name] = Cost(*(round(x * _FEMTO) for x in (host or 0.0, *(x / y for x, y in zip(gpu, scales)))))
         if LOW in costs:
-            times.append(Times(*key, costs.pop(LOW), costs, source, torch))
+            times.append(Times(*key, costs.pop(LOW), costs, source, torch_version))
     return times
 
 
@@ -126,13 +127,9 @@ def coefficients(
         fit = _least_squares(points, bounds) if points else (0.0,) * 3
         if like is None or not is_other or fit[2] > 0:  # products take time
             return fit
-    ratios = [log(ms / sum(map(_times, like, x))) for *x, ms in points]
+    ratios = [log(ms / sum(map(mul, like, x))) for *x, ms in points]
     factor = exp(fmean(ratios)) if ratios else 1.0
     return tuple(factor * x for x in like)
-
-
-def _times(a: float, b: float) -> float:
-    return a * b
 
 
 def _least_squares(points: Sequence[tuple[float, ...]], bounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
@@ -150,8 +147,8 @@ def _least_squares(points: Sequence[tuple[float, ...]], bounds: Sequence[tuple[f
             solved = _solved(part + over)
             if solved is None or min(solved) < 0:
                 break
-            passed = [row for row in limits if sum(map(_times, solved, row)) > 1 + _ROUNDING]
-            error = sum((sum(map(_times, solved, row)) - 1) ** 2 for row in part + passed)
+            passed = [row for row in limits if sum(map(mul, solved, row)) > 1 + _ROUNDING]
+            error = sum((sum(map(mul, solved, row)) - 1) ** 2 for row in part + passed)
             if error < least - _ROUNDING:
                 least, best = error, tuple(solved[chosen.index(i)] if i in chosen else 0.0 for i in range(count))
             if passed == over:
@@ -161,18 +158,7 @@ def _least_squares(points: Sequence[tuple[float, ...]], bounds: Sequence[tuple[f
 
 
 def _solved(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """The least squares solution of rows x = 1 by the normal equations; None where they are singular."""
-    n = len(rows[0])
-    matrix = [
-        [sum(row[i] * row[j] for row in rows) for j in range(n)] + [sum(row[i] for row in rows)] for i in range(n)
-    ]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda k: abs(matrix[k][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        if abs(matrix[i][i]) <= 1e-12 * sum(row[0] ** 2 for row in rows):
-            return None
-        for k in range(n):
-            if k != i:
-                factor = matrix[k][i] / matrix[i][i]
-                matrix[k] = [a - factor * b for a, b in zip(matrix[k], matrix[i])]
-    return [matrix[i][n] / matrix[i][i] for i in range(n)]
+    """The least squares solution of rows x = 1; None where there are several."""
+    matrix = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    found = torch.linalg.lstsq(matrix, torch.ones_like(matrix[:, :1]), driver="gelsd", rcond=_SINGULAR)
+    return found.solution.flatten().tolist() if found.rank == matrix.shape[1] else None

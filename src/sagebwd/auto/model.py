@@ -2,11 +2,8 @@
 
 A call takes what its host takes, or else ``fixed + row x rows + pair x pairs`` on the GPU: launches, passes over the
 rows of Q and of K and V, and products of queries and keys. The four are a `Cost`, of a card, a pair of widths, a kind
-of mask and a direction, fitted from timings (`sagebwd.auto.fit`).
-
-Imports neither torch nor triton, as `sagebwd.kernels.capabilities`. ``model.json`` beside this file has the costs on
-the cards of this project and the results files that they were fitted from; `python -m tools.fit_auto` writes it.
-`sagebwd.auto.timings` has those of a machine.
+of mask and a direction. ``model.json`` has those of this project's cards, which `python -m tools.fit_auto` fits to
+timings; `sagebwd.auto.timings` has those of a machine. Imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -63,9 +60,8 @@ class Size(NamedTuple):
     def work(self, contender: str, kind: str, training: bool) -> Work:
         """The work of a contender (`sagebwd.auto.contenders`) under a kind of mask, of forward or with backward.
 
-        A tile that a mask or an end cuts is multiplied whole: pairs are those of tiles of `TILE` queries and keys.
-        Multiprocessors without a tile wait for the others (`_in_waves`). Torch gets a window as a mask of elements,
-        and multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
+        A tile that a mask or an end cuts is multiplied whole. Torch gets a window as a mask of elements, and
+        multiplies all. Packed sequences count as causal, of a length halfway between the mean and the longest; of
         masks of elements all pairs count.
         """
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads

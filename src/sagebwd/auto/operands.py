@@ -2,9 +2,9 @@
 
 On a GPU torch's cuDNN gives NaN or numbers of 1e17 where q, k or v has rows that begin at no multiple of 16 bytes, and
 its FlashAttention-2 raises (torch 2.11, H200); a peer may refuse them. So they are copied, and so is dO on its way
-back. Gradients by cuDNN were wrong where dO had other strides than in the first call of its kind (torch 2.11, H200),
-as if its plan were kept for the strides of q, k and v alone. So dO gets O's, in a trace too: AOTAutograd makes dO
-contiguous where O is a graph's output.
+back, which gets O's strides: gradients by cuDNN were wrong where dO had other strides than in the first call of its
+kind, as if its plan were kept for the strides of q, k and v alone. In a trace too: AOTAutograd makes dO contiguous
+where O is a graph's output.
 
 Kernels that take the maximum of scores before they scale them overflow under a scale below 0, and under a mask 0 times
 -inf is NaN, on a CPU too. So Q takes the sign: -Q and a scale of 1 are Q and a scale of -1, bit for bit.
@@ -52,22 +52,17 @@ def is_in_place(x: Tensor, begin: int, *, rows: bool = True) -> bool:
     return last == 1 and begin % TAKEN == 0 and not (rows and any(s * x.itemsize % TAKEN for s in outer))
 
 
-def _are_dense_in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """`is_in_place` of three tensors of four dimensions and one dtype, in half a microsecond."""
-    a, b, c, q_last = q.stride()
-    d, e, f, k_last = k.stride()
-    g, h, i, v_last = v.stride()
-    begin, rows = q.data_ptr() | k.data_ptr() | v.data_ptr(), (a | b | c | d | e | f | g | h | i) * q.itemsize
-    return not (begin | rows) % TAKEN and q_last == k_last == v_last == 1
-
-
-def _are_packed_in_place(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """The same of three dimensions."""
-    a, b, q_last = q.stride()
-    c, d, k_last = k.stride()
-    e, f, v_last = v.stride()
-    begin, rows = q.data_ptr() | k.data_ptr() | v.data_ptr(), (a | b | c | d | e | f) * q.itemsize
-    return not (begin | rows) % TAKEN and q_last == k_last == v_last == 1
+def _are_in_place(*tensors: Tensor) -> bool:
+    """`is_in_place` of tensors of one dtype, of which every call asks."""
+    begins = strides = 0
+    for x in tensors:
+        *outer, last = x.stride()
+        if last != 1:
+            return False
+        begins |= x.data_ptr()
+        for stride in outer:
+            strides |= stride
+    return not (begins | strides * tensors[0].itemsize) % TAKEN
 
 
 def moved(x: Tensor) -> Tensor:
@@ -83,14 +78,13 @@ def placed(run: Callable[..., Tensor], query: Tensor, value: Tensor, factor: flo
     looks = is_looked_at(query) or is_looked_at(value)
     if factor is None and not looks:
         return run
-    are_there = _are_dense_in_place if query.dim() == 4 else _are_packed_in_place
 
     def given(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor:
         if factor is not None:
             query = query * factor
         if not looks:
             return run(query, key, value, *rest)
-        if not are_there(query, key, value):
+        if not _are_in_place(query, key, value):
             query, key, value = (in_place(x) if is_looked_at(x) else x for x in (query, key, value))
         out = run(query, key, value, *rest)
         if out.grad_fn is not None:

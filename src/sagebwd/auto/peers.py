@@ -1,8 +1,7 @@
 """FlashAttention-4 and FlashAttention-3 where they are installed: what they take, and their calls.
 
-A peer is imported when "auto" first asks whether it may run a call, and nothing of it before. Gradients are those of
-its own ``autograd.Function``. Signatures are those of flash-attn-4 4.0.0b36, and of FlashAttention's ``hopper`` and
-the ``tokenspeed-fa3`` 3.0.0 that is built from it.
+A peer is imported when "auto" first asks whether it may run a call. Signatures are those of flash-attn-4 4.0.0b36, and
+of FlashAttention's ``hopper`` and the ``tokenspeed-fa3`` 3.0.0 that is built from it.
 """
 
 from __future__ import annotations
@@ -131,11 +130,11 @@ def dense(
 def packed(
     peer: str, longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float
 ) -> Callable[..., Tensor]:
-    """Attention of packed sequences, tensors and offsets as of `sagebwd.sage_attention_varlen`."""
+    """Attention of packed sequences, of q, k, v, None and offsets, as of `sagebwd.sage_attention_varlen`."""
     function = module_of(peer).flash_attn_varlen_func
     options = _options(peer, is_causal, window, scale) | {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
 
-    def run(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, _: None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
         out = function(query, key, value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
         return _once_differentiable(out, query, key, value)
 

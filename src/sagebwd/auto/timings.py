@@ -1,8 +1,4 @@
-"""Timings of a machine, which `sagebwd doctor --measure` keeps in the cache folder: read, checked and fitted.
-
-Imports neither torch nor triton, as `sagebwd.auto.model`, whose costs of this project's cards count where a machine
-has none of its own.
-"""
+"""Timings of a machine, which `sagebwd doctor --measure` keeps in the cache folder: read, checked and fitted."""
 
 from __future__ import annotations
 
@@ -64,10 +60,6 @@ def _checked(content: object) -> list[dict]:
         if not _are_times(row.get("others", {})):
             raise ValueError(f"rows[{number}]: others={row['others']!r}: expected names with pairs of times")
     return rows
-
-
-# Of what is counted: no call has more, and products of three are floats.
-_MOST = 1 << 63
 
 
 def _is_count(x: object) -> bool:

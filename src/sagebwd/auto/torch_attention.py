@@ -2,8 +2,7 @@
 
 Torch's function is called itself, so that its autograd and autocast are its own. It has no windows, and its causal
 mask is not the same on all backends where lengths differ. There it gets fewer keys, or a mask of elements. A backend
-that the model prefers comes first in torch's order: where it does not take the call, or is switched off, torch runs
-the next one.
+that the model prefers comes first in torch's order: where it does not take the call torch runs the next one.
 """
 
 from __future__ import annotations
@@ -52,25 +51,27 @@ _PACKED_WIDTH, _PACKED_STEP = 256, 8
 
 
 class Way(NamedTuple):
-    """How torch takes a dense call beside its tensors.
+    """How torch takes a call beside its tensors.
 
     keys: how many of them count, None for all. band: what a mask has to be made for, of so many ``elements``; None
-    for nothing.
+    for nothing. longest, window: of packed sequences, as of `sagebwd.sage_attention_varlen`.
     """
 
     kind: str
-    dropout_p: float
+    dropout_p: float = 0
     is_causal: bool = False
     keys: int | None = None
     band: Band | None = None
     elements: int = 0
+    longest: tuple[int, int] | None = None
+    window: tuple[int, int] = (-1, -1)
 
 
 def way_of(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: tuple[int, int], masked_as: str | None,
     dropout_p: float,
 ) -> Way | None:  # fmt: skip
-    """How torch takes a call; mask in four dimensions, of the kind ``masked_as``, None where there is none.
+    """How torch takes a dense call; mask in four dimensions, of the kind ``masked_as``, None where there is none.
 
     None where a query sees no key by position alone: torch does not say what that gives.
     """
@@ -92,15 +93,18 @@ def way_of(
     return Way(masked_as or (CAUSAL if causal else WINDOW), dropout_p, band=band, elements=elements)
 
 
-def dense(way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The output; mask (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), boolean or additive."""
+def run(way: Way, scale: float, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor | None) -> Tensor:
+    """The output; rest: mask (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), boolean or additive, and offsets
+    of packed sequences."""
     factor, scale = operands.over_zero(scale)
-    run = _dense(way, query.shape[1] != key.shape[1], scale)
-    return operands.traced(run, query, key, value, mask, factor=factor)
+    by_torch = _by_torch(way, query.shape[1] != key.shape[1], scale)
+    return operands.traced(by_torch, query, key, value, *rest, factor=factor)
 
 
-def _dense(way: Way, grouped: bool, scale: float, bias: BandBias | None = None) -> Callable[..., Tensor]:
-    """`dense` of (query, key, value, mask, ...); grouped: of fewer key than query heads; bias: of way's band."""
+def _by_torch(way: Way, grouped: bool, scale: float, bias: BandBias | None = None) -> Callable[..., Tensor]:
+    """`run` of (query, key, value, ...); grouped: of fewer key than query heads; bias: of way's band."""
+    if way.longest is not None:
+        return _packed(way, scale)
     keys, band, dropout_p = way.keys, way.band if bias is None else None, way.dropout_p
     options = {"is_causal": way.is_causal, "scale": scale}
     if grouped:
@@ -124,9 +128,8 @@ class BandBias(NamedTuple):
     """A band as the bias that torch adds to the scores, 0 or -inf, and how it lies in memory, in elements.
 
     Equal rows of ``stride + 1`` elements are read as rows of ``stride``: each begins one element earlier in what
-    repeats, so the band moves on by one key from query to query. That takes two launches. A boolean mask takes three,
-    and torch two more to make a bias of it. ``first`` and ``stride`` are multiples of `_ALIGNED`, as torch's kernels
-    read a bias without a copy.
+    repeats, so the band moves on by one key from query to query. That takes two launches, a boolean mask five.
+    ``first`` and ``stride`` are multiples of `_ALIGNED`, as torch's kernels read a bias without a copy.
 
     shape: (tokens, kv_tokens). first: where query 0 and key 0 meet. seen: where the elements of a row begin that are
     0, and how many there are.
@@ -177,7 +180,7 @@ def settled(
     contender: str, way: Way, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
     instead: Callable[..., Tensor] | None,
 ) -> Callable[..., Tensor]:  # fmt: skip
-    """`dense` of (query, key, value, mask, ...) by a contender, for calls equal to one in all but what tensors hold.
+    """`run` of (query, key, value, mask, ...) by a contender, for calls equal to one in all but what tensors hold.
 
     instead: of the same, who runs what a peer refuses; None for torch. A window's mask is made in each call: one that
     was kept could be freed under a CUDA graph that reads it.
@@ -185,19 +188,23 @@ def settled(
     grouped = query.shape[1] != key.shape[1]
     has_bias = way.band is not None and mask is None
     factor, scale = operands.over_zero(scale)
-    run = _dense(way, grouped, scale, BandBias.of(way.band, query.shape[2], key.shape[2]) if has_bias else None)
+    bias = BandBias.of(way.band, query.shape[2], key.shape[2]) if has_bias else None
+    by_torch = _by_torch(way, grouped, scale, bias)
     if contender in BACKENDS:
         with suppress(RuntimeError):  # of no backend at all, which the call itself says
             # a first choice sets the order that this GPU has, which a call with another order would undo
             torch._fused_sdp_choice(query, key, value, enable_gqa=grouped)
-        run = partial(preferring, int(BACKENDS[contender]), run)
-    run = operands.placed(run, query, value, factor)
+        by_torch = partial(preferring, int(BACKENDS[contender]), by_torch)
+    by_torch = operands.placed(by_torch, query, value, factor)
     if contender not in PEERS:
-        return run
-    band = way.band or Band()
-    window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
-    theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
-    return _unless_refused(contender, operands.placed(theirs, query, value, factor), instead, run)
+        return by_torch
+    if way.longest is not None:
+        theirs = peers.packed(contender, way.longest, way.is_causal, way.window, scale)
+    else:
+        band = way.band or Band()
+        window = -1 if band.lower is None else -band.lower, -1 if band.upper is None else band.upper
+        theirs = peers.dense(contender, way.is_causal or band.upper == 0, window, way.keys, scale)
+    return _unless_refused(contender, operands.placed(theirs, query, value, factor), instead, by_torch)
 
 
 def preferring(backend: int, run: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
@@ -286,43 +293,14 @@ def _packed_arguments() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def packed(
-    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], longest: tuple[int, int],
-    is_causal: bool, window: tuple[int, int], scale: float,
-) -> Tensor:  # fmt: skip
-    """The output of packed sequences, where `takes_packed`; arguments as of `sagebwd.sage_attention_varlen`.
-
-    Its causal masks and windows are aligned bottom right, as ours.
-    """
-    factor, scale = operands.over_zero(scale)
-    run = _packed(longest, is_causal, window, scale)
-    return operands.traced(run, query, key, value, None, *offsets, factor=factor)
-
-
-def _packed(longest: tuple[int, int], is_causal: bool, window: tuple[int, int], scale: float) -> Callable[..., Tensor]:
-    """`packed` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k)."""
+def _packed(way: Way, scale: float) -> Callable[..., Tensor]:
+    """`run` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k); torch aligns bands bottom right, as we do."""
     from torch.nn.attention.varlen import varlen_attn
 
-    seen = (window[0], 0 if is_causal else window[1])
+    seen = way.window[0], 0 if way.is_causal else way.window[1]
 
     def run(query: Tensor, key: Tensor, value: Tensor, _: None, *offsets: Tensor) -> Tensor:
         grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
-        return varlen_attn(query, key, value, *offsets, *longest, scale=scale, window_size=seen, **grouped)
+        return varlen_attn(query, key, value, *offsets, *way.longest, scale=scale, window_size=seen, **grouped)
 
     return run
-
-
-def settled_packed(
-    contender: str, query: Tensor, value: Tensor, longest: tuple[int, int], is_causal: bool, window: tuple[int, int],
-    scale: float, instead: Callable[..., Tensor] | None,
-) -> Callable[..., Tensor]:  # fmt: skip
-    """`packed` of (query, key, value, None, cu_seqlens_q, cu_seqlens_k) by a contender, as `settled`."""
-    factor, scale = operands.over_zero(scale)
-    run = operands.placed(_packed(longest, is_causal, window, scale), query, value, factor)
-    if contender not in PEERS:
-        return run
-    theirs = peers.packed(contender, longest, is_causal, window, scale)
-    given = operands.placed(
-        lambda query, key, value, _, *offsets: theirs(query, key, value, *offsets), query, value, factor
-    )
-    return _unless_refused(contender, given, instead, run)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sagebwd.auto import peers, torch_attention
 from sagebwd.auto.contenders import PEERS, TORCH
 from sagebwd.auto.model import Size
+from sagebwd.auto.torch_attention import Way
 from sagebwd.masks.kinds import CAUSAL, PACKED, WINDOW
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,15 +53,12 @@ def packed(
     """Causal attention of packed sequences: torch's function on a GPU (`TORCH`), and peers."""
     q, k, v = tensors
     scale, found = q.shape[-1] ** -0.5, {}
-
-    def theirs(*tensors: Tensor) -> Tensor:
-        return torch_attention.packed(*tensors, (offsets, offsets), (longest, longest), True, window, scale)
-
+    way = Way(PACKED, is_causal=True, longest=(longest, longest), window=window)
     if q.is_cuda and torch_attention.takes_packed(q.shape[-1], v.shape[-1], q.shape[1] != k.shape[1]):
-        found[TORCH] = theirs
+        found[TORCH] = lambda *tensors: torch_attention.run(way, scale, *tensors, None, offsets, offsets)
     for peer in _asked(PACKED, q, training):
         run = peers.packed(peer, (longest, longest), True, window, scale)
-        found[peer] = lambda *tensors, run=run: run(*tensors, offsets, offsets)
+        found[peer] = lambda *tensors, run=run: run(*tensors, None, offsets, offsets)
     return found
 
 

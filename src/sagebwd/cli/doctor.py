@@ -12,6 +12,7 @@ from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
 from sagebwd.cli.hardware import peak_rates
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.families import FAMILIES, REFERENCE
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.reference.metrics import relative_l2
@@ -30,19 +31,14 @@ class Answer:
 
 def facts() -> dict[str, str]:
     """Versions and hardware, by name."""
+    found = {"sagebwd": __version__, "python": platform.python_version(), "torch": torch.__version__}
     try:
         import triton
 
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "not installed: the kernels need it (pip install triton)"
-    found = {
-        "sagebwd": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "CUDA (torch)": torch.version.cuda or "none: this torch is built for CPUs",
-    }
+        found[triton.__name__] = triton.__version__
+    except ImportError as error:
+        found[error.name] = "not installed: the kernels need it (pip install triton)"
+    found["CUDA (torch)"] = torch.version.cuda or "none: this torch is built for CPUs"
     if os.environ.get("TRITON_INTERPRET") == "1":
         found["TRITON_INTERPRET"] = "1: triton's kernels are interpreted, which is very slow"
     if not torch.cuda.is_available():
@@ -83,8 +79,8 @@ def _call(device: str, dtype: torch.dtype, widths: tuple[int, int]) -> tuple[tor
 
 
 def is_torchs(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> bool:
-    """Whether "auto" has torch run a call with these properties on any device, since no kernel can."""
-    return recipe == AUTO and checks.only_torch(*_call(device, dtype, widths), None, 0) is not None
+    """Whether "auto" has torch run a call with these properties on any device, since it is wide."""
+    return recipe == AUTO and max(widths) > WIDE
 
 
 def recipe_of(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> Recipe:

@@ -1,8 +1,7 @@
 """What a training step of a decoder takes, and gains, on a card that this project has timed; nothing runs.
 
-Attention's time is what `auto` goes by (`sagebwd.auto.model`). The rest is a roofline of a compiled decoder in BF16
-with AdamW: its products at a share of the card's peak, and what passes over activations, logits and weights move at
-the bandwidth of its memory.
+Attention's time is what `auto` goes by. The rest is a roofline of a compiled decoder in BF16 with AdamW: its products
+at a share of the card's peak, and what passes over activations, logits and weights move at its memory's bandwidth.
 """
 
 from __future__ import annotations

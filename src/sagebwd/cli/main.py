@@ -1,7 +1,6 @@
 """The command line: `sagebwd doctor | trace | estimate | --version`.
 
-Errors that a person can mend are one line and exit code 2, Ctrl-C is one line and exit code 130. Commands import what
-they need when they run, so that `sagebwd --help` is quick and a missing extra is named.
+Commands import what they need when they run, so that `sagebwd --help` is quick and a missing extra is named.
 """
 
 from __future__ import annotations
@@ -104,6 +103,9 @@ def doctor(
         console.print("  torch        [green]runs it[/green]: recipe auto hands it every call without a GPU")
         named = "takes the call where a recipe is named"
         found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
+    if by_torch:
+        named = "could, where a recipe is named"
+        found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
@@ -120,7 +122,7 @@ def doctor(
     if not passed:
         raise typer.Exit(1)
     if by_torch:
-        console.print("No kernel takes this call: recipe auto runs torch's own attention, in full precision.")
+        console.print("Recipe auto runs torch's own attention at this head_dim, in full precision.")
         return
     if not any(answer.chosen and answer.impl != REFERENCE.name for answer in found):
         who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"

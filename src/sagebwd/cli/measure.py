@@ -1,9 +1,7 @@
 """What calls take in low precision and by each contender in full precision: what `sagebwd doctor --measure` times.
 
 Each kind of mask at each pair of widths is timed at the sizes and lengths of `POINTS`, windows at those of `WINDOWS`,
-which `sagebwd.auto.fit` fits a model to. All are timed as a user calls them: `sage_attention` by the recipe that
-"auto" takes, torch's own function with the backend that torch picks and with each other, and FlashAttention-4 and
--3 where they are installed.
+which `sagebwd.auto.fit` fits a model to. All are timed as a user calls them.
 """
 
 from __future__ import annotations

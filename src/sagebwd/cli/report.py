@@ -1,8 +1,4 @@
-"""The file of `sagebwd doctor --measure --report FILE`: what the owner of a card can send, for docs/support.md.
-
-It has no name of a host or a user: the card, driver and versions, how far each recipe is from the reference there, and
-the times of the same calls.
-"""
+"""The file of `sagebwd doctor --measure --report FILE`, for docs/support.md: it has no name of a host or a user."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,9 +106,9 @@ def trace(
         plot_trace(shown, plot)
     one_by_one = together.over_windows(rows) if heads else []
     subject = f"{load or model}, {windows if windows > 1 else 'one'} window{'s' * (windows > 1)} of {count} tokens"
-    for table in tables.trace(sorted(one_by_one + shown, key=_place), subject):
-        console.print(table)
-    for table in summary.tables(rows):
+    # heads of a layer in order, their mean last
+    by_place = sorted(one_by_one + shown, key=lambda row: (row.layer, math.inf if row.head is None else row.head))
+    for table in (*tables.trace(by_place, subject), *summary.tables(rows)):
         console.print(table)
     for written in (save, output, plot):
         if written is not None:
@@ -120,12 +121,8 @@ def _packed(content: object, suffix: str) -> bytes:
     return lzma.compress(text.encode()) if suffix == ".xz" else text.encode()
 
 
-def _rounded(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_rounded(one) for one in value]
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+def _rounded(content: object) -> object:
+    return json.loads(json.dumps(content), parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -144,8 +141,3 @@ def _indices(name: str, given: str | None) -> list[int] | None:
     if not all(part.isdecimal() for part in parts):
         raise ValueError(f"{name}={given!r}: expected indices with commas between them, for example 0,5,11")
     return [int(part) for part in parts]
-
-
-def _place(row) -> tuple[int, float]:
-    """Heads of a layer in order, their mean last."""
-    return row.layer, float("inf") if row.head is None else row.head

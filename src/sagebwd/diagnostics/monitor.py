@@ -1,32 +1,15 @@
-"""The error of a model's attention while it trains, layer by layer, and an alarm.
-
-    monitor = AttentionMonitor(token_ids, Monitor(every=100)).attach(trainer)
-    trainer.train()
-
-In a loop without a Trainer ``watch(model)`` takes the place of ``attach``, and ``step()`` follows each optimiser step.
+"""The error of a model's attention while it trains, layer by layer, and an alarm (docs/safety.md#the-monitor).
 
 Every ``every`` steps one sequence, always the same so that what changes is the model, goes through the model forward
 and backward in full precision (`sagebwd.diagnostics.capture`), and a few heads of each chosen layer are emulated under
-the layer's own recipe and compared with FP64 (`sagebwd.diagnostics.trace`): relative L2 of dS, dQ, dK, dV and O. A
-layer's error is that of its worst head checked. Where most queries of that head give one key .99 or more of their
-weight, its softmax is saturated, which warnings name. Training goes on as if nothing had happened: no weight gets a
-gradient, modes and random numbers are put back, and the config, which alone says what a layer runs, is only read.
+the layer's own recipe and compared with FP64 (`sagebwd.diagnostics.trace`). Training goes on as if nothing had
+happened: no weight gets a gradient, modes and random numbers are put back, and the config is only read.
 
 A layer under "auto" is measured by the recipe that "auto" takes on this device where its calls are long enough for low
 precision; shorter ones may run in 16 bit, whose errors are less.
 
-Cost: a check works on at most ``tokens`` tokens, where a step has tens or hundreds of thousands, and on ``heads``
-heads a layer: the worst of the check before, so that a head in trouble stays in sight; the one with the largest
-max|q| max|k - mean k|, a bound on its logits; then the others in turn. In the demo's run on a CPU (3 layers of 2
-heads, 256 tokens, `configs/demo.yaml`) a check takes .1 seconds, a third of a step: .3% at every 100 steps; `BUDGET`
-leaves room for a check as long as two steps. Each check logs its seconds and the share of all checks in the time so
-far, and a share above `BUDGET` gives a warning with the ``every`` that would be below it. ``every`` does not change
-with the measured time, so that a run repeats.
-
-Threshold: .15 is half of what the paper prints for dQ and dK of its 325M model (Table 2: .26 and .31); Gaussian inputs
-reach it at a standard deviation of 5, and sound layers of our own runs lie at .01 to .07.
-
-Source: arXiv 2603.02170, Table 2: the error of attention's backward is that of dS.
+Threshold: .15 is half of what the paper prints for dQ and dK of its 325M model (arXiv 2603.02170, Table 2: .26 and
+.31); Gaussian inputs reach it at a standard deviation of 5, and sound layers of our own runs lie at .01 to .07.
 """
 
 from __future__ import annotations
@@ -44,7 +27,7 @@ from torch import Tensor, nn
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.model import Size
 from sagebwd.call import Ask
-from sagebwd.diagnostics.capture import Captured, capture
+from sagebwd.diagnostics.capture import Captured, capture, check_token_ids
 from sagebwd.diagnostics.monitor_settings import Monitor
 from sagebwd.diagnostics.trace import SATURATED, Row, measure
 from sagebwd.extras import extra
@@ -91,14 +74,13 @@ class AttentionMonitor(TrainerCallback):
     Args: token_ids (batch, tokens) int64, without padding, of which the first ``settings.tokens`` of each sequence are
     used; one sequence is enough. settings, a `Monitor`, as in the ``monitor`` section of a run's config.
 
-    In a loop of your own, `watch` the model, and call `step` after each optimiser step, which returns what is to be
-    logged; save `state_dict` with a checkpoint, and give it to `load_state_dict` after `watch`. Under a Trainer, use
-    `attach` in place of ``callbacks=[...]``: the monitor logs through its Trainer, to TensorBoard and wherever else
-    that reports. Its counters are in each checkpoint, and ``trainer.train(resume_from_checkpoint=...)`` restores them.
+    Under a Trainer, use `attach` in place of ``callbacks=[...]``: the monitor logs through its Trainer, and each
+    checkpoint has its counters. In a loop of your own, `watch` the model, and call `step` after each optimiser step;
+    save `state_dict` with a checkpoint, and give it to `load_state_dict` after `watch`.
 
-    Warnings are Python warnings, and in `events`. A check that cannot be made (NaN in the tensors, no
-    memory) is warned of and left out. In distributed training every process checks, and the first one's findings hold
-    for all. FSDP1 is not supported, nor FP16's loss scaling.
+    Warnings are Python warnings, and in `events`. A check that cannot be made (NaN in the tensors, no memory) is
+    warned of and left out. In distributed training every process checks, and the first one's findings hold for all.
+    FSDP1 is not supported, nor FP16's loss scaling.
 
     Raises ValueError for token_ids of another shape, and in `watch` or as training begins for a model of another
     attention, a layer that is not there, a monitor that is attached to no Trainer, and FP16 under a Trainer.
@@ -106,10 +88,7 @@ class AttentionMonitor(TrainerCallback):
 
     def __init__(self, token_ids: Tensor, settings: Monitor | None = None) -> None:
         self.settings = settings or Monitor()
-        if token_ids.dim() != 2 or token_ids.dtype != torch.long or token_ids.numel() == 0:
-            raise ValueError(
-                f"token_ids: expected (batch, tokens) int64, got {tuple(token_ids.shape)} {str(token_ids.dtype)[6:]}"
-            )
+        check_token_ids(token_ids)
         self.token_ids = token_ids[:, : self.settings.tokens]
         self.trainer: Trainer | None = None
         self.model: PreTrainedModel | None = None

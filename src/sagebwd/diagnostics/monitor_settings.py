@@ -28,7 +28,6 @@ class Monitor:
     threshold: float = 0.15
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value out of range."""
         layers = self.layers
         if layers is not None and not (layers and all(type(layer) is int and layer >= 0 for layer in layers)):
             raise ValueError(f"monitor.layers={layers!r} must list layers from 0, for example [0, 5], or be left out")

@@ -2,24 +2,16 @@
 
 Every head is emulated by itself from the tensors as they were captured, in their dtype, and compared with full
 precision in FP64 on the same tensors; the mean of O that an INT8 dP takes off V is then the head's own. What is of
-size queries x keys is compared a few blocks of queries at a time, as the emulator computes it, so that memory is
-linear in tokens. Where a query does not see a key P, dP and dS are zero, on both sides and in every root mean square,
-which is over all N x M pairs.
+size queries x keys is compared a few blocks of queries at a time. Where a query does not see a key P, dP and dS are
+zero, on both sides and in every root mean square, which is over all N x M pairs.
 
 Bound: row i of dS = P (dP - delta) has norm at most max_j |dP_ij - delta_i|, for the squares of P's row sum to at most
 1. Over N queries and M keys therefore RMS(dS) <= max |dP - delta| / sqrt(M), the maximum over visible pairs.
 
 Attribution (`attribute`): each product of a recipe alone in INT8, the others in 16 bit, and all but that one; groups,
 blocks and smoothing stay the recipe's. A source's share is ||its error alone||^2 / ||the recipe's error||^2; where
-sources are independent and small the shares add up to 1. A source is a product, so both of its operands, for a Recipe
-has no switch for one of them:
-
-- ``s``: Q and K together. It reaches every tensor, through P.
-- ``o``: P and V in O. Its share of dQ and dK is that of delta = sum(dO O), which is all they see of O.
-- ``dv``: P and dO in dV.
-- ``dq``: dS and K in dQ, K's codes being those of S.
-- ``dk``: dS and Q in dK, Q's codes being those of S.
-- ``dp``: dO and V in dP, for a recipe that quantises it.
+sources are independent and small the shares add up to 1. ``s`` reaches every tensor, through P; the share of ``o`` in
+dQ and dK is that of delta = sum(dO O), which is all they see of O.
 
 Source: arXiv 2603.02170, Table 2, figures 5 and 6 and appendix B (with M = N).
 """
@@ -72,12 +64,11 @@ class Row:
     """A recipe on one head of one window of text, or, with head None, on a layer (`sagebwd.diagnostics.layers`).
 
     cosine and relative_l2 by tensor of `TENSORS`. Of full precision: norm, by tensor of `TENSORS`; rms by tensor of
-    `PAIRS`, ds_bound, at least rms["ds"], largest_logit, the largest |scale q . k|, and ds_peak_to_rms,
-    max |dS| / RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the norm of its
-    value over the root mean square of all values' norms; sink and sink_weight, the key with the largest mean weight;
-    saturated, the share of queries whose largest P is at least `SATURATED`.
-    attribution by source and tensor of `OUTPUTS`, empty unless asked for.
-    With grouped heads dK and dV are one query head's part of the sum over its group.
+    `PAIRS`, ds_bound, at least rms["ds"], largest_logit, the largest |scale q . k|, and ds_peak_to_rms, max |dS| /
+    RMS(dS); first_weight, the mean over queries of the first key's P, and first_value, the norm of its value over the
+    root mean square of all; sink and sink_weight, the key with the largest mean weight; saturated, the share of
+    queries whose largest P is at least `SATURATED`. attribution by source and tensor of `OUTPUTS`, empty unless asked
+    for. With grouped heads dK and dV are one query head's part of the sum over its group.
     """
 
     recipe: str
@@ -206,8 +197,7 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
     actual = emulate(tensors, recipe, exact.scale, exact.band, watch)
     errors = dict(watch.errors)
     for name in ("delta", *OUTPUTS):
-        errors[name] = Comparison()
-        errors[name].add(actual[name], exact.values[name])
+        errors[name] = Comparison.of(actual[name], exact.values[name])
     tokens_k = tensors[1].shape[2]
     pairs = math.prod(tensors[0].shape[:3]) * tokens_k
     rms = {name: errors[name].rms(pairs) for name in PAIRS}
@@ -231,21 +221,6 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
     )  # fmt: skip
 
 
-def sources(recipe: Recipe) -> list[str]:
-    """The products that a recipe computes in INT8, in the order of `sagebwd.recipe.PRODUCTS`."""
-    return [product for product in PRODUCTS if getattr(recipe, product) != SIXTEEN_BIT]
-
-
-def alone(recipe: Recipe, source: str) -> Recipe:
-    """The recipe with one product in INT8 and every other in 16 bit."""
-    return recipe.replace(**{product: SIXTEEN_BIT for product in PRODUCTS if product != source})
-
-
-def without(recipe: Recipe, source: str) -> Recipe:
-    """The recipe with one product in 16 bit."""
-    return recipe.replace(**{source: SIXTEEN_BIT})
-
-
 def _attribution(
     tensors: tuple[Tensor, ...], recipe: Recipe, exact: Exact, actual: dict[str, Tensor]
 ) -> dict[str, dict[str, Source]]:
@@ -253,10 +228,10 @@ def _attribution(
         return {name: relative_l2(values[name], exact.values[name]) for name in OUTPUTS}
 
     total, found = errors(actual), {}
-    for source in sources(recipe):
-        one, rest = (
-            errors(emulate(tensors, changed(recipe, source), exact.scale, exact.band)) for changed in (alone, without)
-        )
+    for source in (x for x in PRODUCTS if getattr(recipe, x) != SIXTEEN_BIT):
+        alone = {x: SIXTEEN_BIT for x in PRODUCTS if x != source}
+        changed = (recipe.replace(**changes) for changes in (alone, {source: SIXTEEN_BIT}))
+        one, rest = (errors(emulate(tensors, x, exact.scale, exact.band)) for x in changed)
         found[source] = {
             name: Source(one[name], rest[name], (one[name] / total[name]) ** 2 if total[name] else 0.0)
             for name in OUTPUTS

@@ -1,15 +1,9 @@
-"""The attention backend "sagebwd" for Hugging Face Diffusers.
-
-    from sagebwd.integrations.diffusers import register
-    register()
-    model.set_attention_backend("sagebwd")   # or: with attention_backend("sagebwd"): ...
+"""The attention backend "sagebwd" for Hugging Face Diffusers (docs/integrations/diffusers.md).
 
 Diffusers has no public way to add a backend: its names are a closed Enum, and its registry is private. `register`
-adds a member to the one and a function to the other, and refuses where they do not look as in the versions tested.
-
-Diffusers hands a backend (batch, tokens, heads, head_dim) tensors and wants the same back. It drops without a word
-what the function does not name, so every argument that any of its backends knows is named here, and refused where it
-is not supported.
+adds a member to the one and a function to the other, and refuses where they do not look as in the versions tested. It
+drops without a word what the function does not name, so every argument that any of its backends knows is named here,
+and refused where it is not supported.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from enum import Enum
+from operator import attrgetter
 from types import ModuleType
 
 from torch import Tensor
@@ -36,7 +31,8 @@ with extra("diffusers"):
 NAME = "sagebwd"
 TESTED = ("0.42.0", "0.42.1")
 _MODULE = "diffusers.models.attention_dispatch"
-_REGISTRY_NAMES = ("register", "set_active_backend")
+_REGISTRY = "_AttentionBackendRegistry"
+_NAMES = _REGISTRY, f"{_REGISTRY}.register", f"{_REGISTRY}.set_active_backend", "AttentionBackendName"
 
 
 def register(recipe: str | Recipe = AUTO, impl: str | None = None) -> None:
@@ -78,15 +74,14 @@ def _import_dispatch(from_environment: bool) -> ModuleType:
         raise _unknown_diffusers(_MODULE) from error
     finally:
         constants.DIFFUSERS_ATTN_BACKEND = known
-    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
-    if registry is None:
-        raise _unknown_diffusers("_AttentionBackendRegistry")
-    for name in _REGISTRY_NAMES:
-        if not hasattr(registry, name):
-            raise _unknown_diffusers(f"_AttentionBackendRegistry.{name}")
-    if "backend" not in inspect.signature(registry.register).parameters:
+    for name in _NAMES:
+        try:
+            attrgetter(name)(dispatch)
+        except AttributeError:
+            raise _unknown_diffusers(name) from None
+    if "backend" not in inspect.signature(dispatch._AttentionBackendRegistry.register).parameters:
         raise _unknown_diffusers("the argument backend of _AttentionBackendRegistry.register")
-    names = getattr(dispatch, "AttentionBackendName", None)
+    names = dispatch.AttentionBackendName
     if not (isinstance(names, type) and issubclass(names, Enum) and issubclass(names, str)):
         raise _unknown_diffusers("AttentionBackendName, an Enum of strings")
     return dispatch

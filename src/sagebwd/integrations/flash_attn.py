@@ -2,10 +2,8 @@
 
     from sagebwd.integrations.flash_attn import flash_attn_func
     out = flash_attn_func(q, k, v, causal=True)   # (batch, tokens, heads, head_dim), as flash-attn 2.8
-    out.sum().backward()
 
-`install` puts the functions under the name ``flash_attn``, for code that is not edited. What this attention does not
-have is refused by name: dropout, softcap, ALiBi slopes, paged keys.
+`install` puts the functions under the name ``flash_attn``, for code that is not edited.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from sagebwd import checks
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.dispatch import check_known
 from sagebwd.integrations import flash_attn_padding as padding
@@ -53,23 +52,14 @@ def flash_attn_func(
     recipe: str | Recipe = AUTO,
     impl: str | None = None,
 ) -> Attended:
-    """Attention by flash-attn's signature, differentiable.
+    """Attention by flash-attn's signature, differentiable (docs/integrations/flash_attn.md#arguments).
 
     Args:
         q: (batch, tokens, heads, head_dim); k, v: (batch, kv_tokens, kv_heads, head_dim). kv_heads divides heads.
-            Dtypes as in `sage_attention`.
-        dropout_p: 0.
-        softmax_scale: 1 / sqrt(head_dim) by default.
-        causal: query i sees keys up to i + kv_tokens - tokens: the last query meets the last key.
-        window_size: (left, right) in tokens, aligned likewise: query i sees keys from i + kv_tokens - tokens - left to
-            i + kv_tokens - tokens + right. A negative side has no limit.
-        softcap: 0, which is none.
-        alibi_slopes: None.
-        deterministic: backward adds in a fixed order, as under ``sagebwd.switches(deterministic=True)``; False leaves
-            that switch as it is.
-        return_attn_probs: also return lse and an empty tensor, which is what flash-attn returns without dropout in
-            place of the weights.
-        recipe, impl: as in `sage_attention`.
+        causal, window_size: aligned bottom right: the last query meets the last key. A negative side has no limit.
+        deterministic: backward adds in a fixed order, as under ``sagebwd.switches(deterministic=True)``.
+        return_attn_probs: also return lse and an empty tensor in place of the weights.
+        dropout_p, softcap, alibi_slopes: as they are by default. recipe, impl: as in `sage_attention`.
 
     Returns:
         (batch, tokens, heads, value's head_dim) in q's dtype; with ``return_attn_probs`` also the log-sum-exp of the
@@ -216,22 +206,18 @@ _FUNCTIONS = (
 def install(recipe: str | Recipe = AUTO, impl: str | None = None) -> Installation:
     """Put the functions of this module under the name ``flash_attn``, for code that imports them from there.
 
-    ``from flash_attn import flash_attn_func``, ``from flash_attn.flash_attn_interface import ...`` and ``from
-    flash_attn.bert_padding import pad_input, unpad_input, index_first_axis`` find them from this call on. Other parts
-    of flash-attn (its layers, fused operators and losses) are not there and fail to import. `importlib.metadata` finds
-    a distribution flash-attn of version 2.8.4+sagebwd. Call it before what imports flash-attn, or asks whether it is
-    there, is imported: Transformers asks once.
+    ``flash_attn``, ``flash_attn.flash_attn_interface`` and ``flash_attn.bert_padding`` are there from this call on;
+    other parts of flash-attn are not and fail to import. `importlib.metadata` finds a distribution flash-attn of
+    version 2.8.4+sagebwd. Call it before what imports flash-attn, or asks whether it is there, is imported:
+    Transformers asks once.
 
-    Args:
-        recipe, impl: as in `sage_attention`, for every call that does not say its own.
+    Args: recipe, impl, as in `sage_attention`, for every call that does not say its own.
 
-    Returns:
-        What undoes it: by its ``uninstall()``, or at the end of a ``with`` block. Names that were imported meanwhile
-        stay.
+    Returns: what undoes it: by its ``uninstall()``, or at the end of a ``with`` block. Names that were imported
+    meanwhile stay.
 
-    Raises:
-        ValueError: flash_attn is imported already, the package or by an earlier call; an unknown recipe or impl.
-        TypeError: a recipe of another type.
+    Raises ValueError where flash_attn is imported already, the package or by an earlier call, and for an unknown
+    recipe or impl; TypeError for a recipe of another type.
     """
     settings = {"recipe": Recipe.parse_or_auto(recipe), "impl": impl}
     check_known(impl)
@@ -282,8 +268,7 @@ def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
 
 def _check(dims: int, **tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        checks.tensor(name, x)
         if x.dim() != dims:
             raise ValueError(f"{name}: expected {dims} dimensions, heads the last but one, got shape {tuple(x.shape)}")
 

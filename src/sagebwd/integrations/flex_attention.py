@@ -1,8 +1,5 @@
 """FlexAttention's signature, in low precision: for models written against ``torch.nn.attention.flex_attention``.
 
-    from sagebwd.integrations.flex_attention import flex_attention   # in place of torch.nn.attention's
-    out = flex_attention(query, key, value, block_mask=block_mask)
-
 What a BlockMask hides is skipped (docs/masks.md). A score_mod is refused by name.
 """
 
@@ -48,16 +45,11 @@ def flex_attention(
 
     Args:
         query: (batch, heads, tokens, head_dim); key, value: (batch, kv_heads, kv_tokens, head_dim), or of batch 1
-            beside a block_mask, for all. Dtypes and widths as in `sage_attention`.
+            beside a block_mask, for all.
         score_mod: None. A function of scores cannot be run in the kernels, nor be proved to be a mask by its results.
-        block_mask: a BlockMask, made for these tokens, or what `sagebwd.read_block_mask` made of one.
-        scale: 1 / sqrt(head_dim) by default.
-        enable_gqa: allow fewer key than query heads.
-        return_lse: also return lse.
-        kernel_options: those of `OPTIONS`, which have no effect here: they ask for tiles and the like of torch's
-            kernels. ``fwd_`` and ``bwd_`` may stand before them.
+        block_mask, scale, enable_gqa, return_lse, recipe, impl: as in `sage_attention`.
+        kernel_options: those of `OPTIONS`, which have no effect here. ``fwd_`` and ``bwd_`` may stand before them.
         return_aux: an AuxRequest, of lse alone.
-        recipe, impl: as in `sage_attention`.
 
     Returns:
         (batch, heads, tokens, value's head_dim); with return_lse also lse, (batch, heads, tokens), FP32, natural log;

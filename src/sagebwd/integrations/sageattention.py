@@ -1,18 +1,14 @@
 """SageAttention's function signatures, with gradients: for code written against ``from sageattention import ...``.
 
-from sagebwd.integrations.sageattention import sageattn
-out = sageattn(q, k, v, tensor_layout="NHD", is_causal=True)
-out.sum().backward()
-
 SageAttention's own functions have no backward and ignore keywords that they do not know; these differentiate, and
-refuse them. Three keywords that choose among SageAttention's kernels, ``qk_quant_gran``, ``pv_accum_dtype`` and
-``quantization_backend``, are accepted and have no effect: here the recipe fixes the numbers.
+refuse them, but for three that choose among SageAttention's kernels.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from sagebwd import checks
 from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.integrations.words import in_words_of
 from sagebwd.recipe import AUTO, Recipe
@@ -100,19 +96,10 @@ def sageattn_varlen(
 ) -> Tensor:
     """Attention over packed sequences by SageAttention's signature, differentiable.
 
-    Args:
-        q: (total_tokens, heads, head_dim); k, v: (total_kv_tokens, kv_heads, head_dim); kv_heads divides heads.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, where each sequence starts, and the total.
-        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
-        is_causal: the last query of a sequence meets its last key.
-        sm_scale: softmax scale; 1 / sqrt(head_dim) by default.
-        smooth_k: whether the mean of each sequence's keys is taken off before they are quantised; None as the recipe
-            says, which is True in all named ones but ``full``.
-        recipe, impl, kwargs: as in `sageattn`.
+    Args: q, k, v, offsets and longest lengths as in `sage_attention_varlen`, with its causal mask; the others, and
+    what is raised, as in `sageattn`; smooth_k, of each sequence.
 
     Returns: (total_tokens, heads, head_dim) in q's dtype.
-
-    Raises: as `sageattn`, and ValueError for offsets that `sage_attention_varlen` refuses.
     """
     _refuse_unknown("sageattn_varlen", kwargs)
     return sage_attention_varlen(
@@ -139,7 +126,6 @@ def _smoothed(recipe: str | Recipe, smooth_k: bool | None) -> Recipe | str:
 
 def _check_4d(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        checks.tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {tuple(tensor.shape)}")

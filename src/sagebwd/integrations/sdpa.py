@@ -5,15 +5,9 @@
         model(x).sum().backward()
     print(sdpa.counts)   # {"replaced": 24, "kept": {"head_dim 512": 2}}
 
-    @replace_sdpa()      # or around every call of a function
-    def step(batch): ...
-
-Calls that `sage_attention` supports run there; all others run on the original, untouched, and are counted by reason,
-or are refused: `replace_sdpa(unsupported="raise")`.
-
-The patch is process-wide: every thread sees it, whoever entered it. It reaches calls through the module
-(``F.scaled_dot_product_attention(...)``), not names that were bound by ``from torch.nn.functional import ...`` before.
-Activation checkpointing calls forward again in backward: run backward inside the context too.
+The patch reaches calls through the module (``F.scaled_dot_product_attention(...)``), not names that were bound by
+``from torch.nn.functional import ...`` before. Activation checkpointing calls forward again in backward: run backward
+inside the context too (docs/integrations/sdpa.md).
 """
 
 from __future__ import annotations
@@ -226,35 +220,29 @@ def replace_sdpa(
 ) -> SdpaReplacement:
     """A context manager or decorator inside which ``F.scaled_dot_product_attention`` runs in INT8 where it can.
 
-    F is ``torch.nn.functional``, as ``import torch.nn.functional as F`` has it.
-
-    Replaced are calls with query (batch, heads, tokens, head_dim) and key, value (batch, kv_heads, kv_tokens,
-    head_dim), or any other number of dimensions before tokens, of one dtype that the implementation takes (after
-    autocast), head_dim up to 256, no dropout, and no mask, a CausalBias, or a boolean or additive mask that broadcasts
-    to (..., tokens, kv_tokens) and needs no gradient. All others go to the function that was
-    there before, with the very arguments that came in: FP32 tensors outside autocast too, unless the reference runs
-    the call (``impl="reference"``, or no impl on a CPU), which takes them as they are.
+    Replaced are calls that `sage_attention` takes, with its errors, and no dropout: query (batch, heads, tokens,
+    head_dim), key and value (batch, kv_heads, kv_tokens, head_dim), or any other number of dimensions before tokens,
+    of one dtype that the implementation takes (after autocast), head_dim up to 512, and no mask, a CausalBias, or a
+    mask that needs no gradient. All others go to the function that was there before, with the very arguments that came
+    in (docs/integrations/sdpa.md#what-is-kept-on-the-original).
 
     Args:
         recipe, impl: as in `sage_attention`.
         min_tokens: calls with fewer key tokens stay on the original; short sequences do not gain from INT8.
         unsupported: what becomes of calls that cannot run in INT8: "original" hands them on; "raise" raises what
-            `sage_attention` raises for them (NotImplementedError, ValueError or TypeError, with what to do), so that
-            none slips by. Calls below min_tokens go to the original under both.
+            `sage_attention` raises for them. Calls below min_tokens go to the original under both.
 
     Returns:
         An object to enter with ``with``, which yields itself, or to decorate functions with. Its ``counts`` are
-        ``{"replaced": n, "kept": {reason: n}}``; calls inside torch.compile are replaced or kept alike, but not
-        counted, nor are calls that are refused. Leaving warns where no call was replaced, unless all that reached it
-        were kept as you asked.
+        ``{"replaced": n, "kept": {reason: n}}``; calls inside torch.compile are not counted, nor are calls that are
+        refused. Leaving warns where no call was replaced, unless all that reached it were kept as you asked.
 
     Process-wide, whichever thread enters. Where several are entered the last decides alone, and leaving in any order
-    is safe. Entering one object twice raises ValueError; make two. What is pickled, as for a process pool, is not in
-    use in the other process, and ``scaled_dot_product_attention`` is that process's own.
+    is safe. Entering one object twice raises ValueError; make two.
 
     Raises:
-        ValueError, TypeError: an unknown recipe, impl or unsupported, or min_tokens that is not an integer of at
-            least 0.
+        ValueError, TypeError: an unknown recipe, impl or unsupported, or min_tokens that is not an integer of at least
+            0.
     """
     return SdpaReplacement(recipe, impl, min_tokens, unsupported)
 
@@ -265,9 +253,9 @@ def install_sdpa(
     min_tokens: int = 0,
     unsupported: Literal["original", "raise"] = "original",
 ) -> SdpaReplacement:
-    """`replace_sdpa` until `uninstall_sdpa`; installing again takes the new settings. Returns what holds the counts.
+    """`replace_sdpa` until `uninstall_sdpa`; installing again takes the new settings.
 
-    Raises as `replace_sdpa`.
+    Args, returns and raises: as `replace_sdpa`; what is returned holds the counts.
     """
     global _installed
     replacement = SdpaReplacement(recipe, impl, min_tokens, unsupported)
@@ -381,13 +369,10 @@ def _reason_to_keep(settings: SdpaReplacement, call: SdpaCall) -> str | None:
     # code that took hold of the function, such as another patch, may call it later
     if not settings._entered:
         return _LEFT
-    if _is_short(call.key, settings.min_tokens):
+    key = call.key
+    if isinstance(key, Tensor) and not key.is_nested and key.dim() >= 2 and key.shape[-2] < settings.min_tokens:
         return _SHORT
     return _reason_in_kind(*call[:3]) or _reason_in_shapes(*call[:3], call.enable_gqa) or _reason_in_options(call)
-
-
-def _is_short(key: Tensor, min_tokens: int) -> bool:
-    return isinstance(key, Tensor) and not key.is_nested and key.dim() >= 2 and key.shape[-2] < min_tokens
 
 
 def _reason_in_kind(*tensors: Tensor) -> str | None:

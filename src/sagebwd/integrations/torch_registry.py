@@ -1,7 +1,5 @@
 """torch's own registry of flash-attention kernels: scaled_dot_product_attention's flash backend in low precision.
 
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-    from sagebwd.integrations.torch_registry import register
     register()
     activate_flash_attention_impl("sagebwd")     # CUDA tensors; until restore_flash_attention_impl()
 

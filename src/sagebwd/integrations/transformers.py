@@ -1,4 +1,4 @@
-"""`attn_implementation="sagebwd"` for Hugging Face Transformers.
+"""`attn_implementation="sagebwd"` for Hugging Face Transformers (docs/integrations/transformers.md).
 
     from sagebwd.integrations.transformers import register
     register()
@@ -9,23 +9,15 @@ head_dim) back. Two of its habits are silent traps, handled here: without a mask
 name it drops padding and packing, and under BF16 autocast rotary embedding and norms leave q and k in FP32 beside a
 BF16 v.
 
-Settings live in the model's config and so survive saving: ``config.sagebwd = {"recipe": "token", "impl": None,
-"layers": {"0": {"recipe": "full"}}, "fuse": False}``, every key optional; ``layers`` overrides by layer index, and
-``fuse`` has norm and rotary embedding of queries and keys run with attention (`transformers_fusion`).
-
 What is visible is read from the model's own mask function (`transformers_masks`); what is no band of distances within
-documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding. Calls that
-continue a KV cache go to torch's scaled_dot_product_attention: a warning says so once.
-
-`add_qk_norm` gives a model that is to be pre-trained the norm of queries and keys that INT8 attention wants.
+documents is carried as a mask. Padded and packed batches run as packed sequences, without the padding.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +29,12 @@ from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.extras import extra
 from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.integrations.transformers_masks import (
-    USE_INSTEAD,
     Mask,
     Visible,
     has_values,
     mask,
     read_attention_mask,
+    refuse,
 )  # fmt: skip
 from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_padding import watch_padding
@@ -50,8 +42,7 @@ from sagebwd.integrations.transformers_settings import NAME, check_model, have_h
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.integrations.words import in_words_of
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
-from sagebwd.norm_rope.functions import qk_norm_rope, qk_norm_rope_attention
+from sagebwd.kernels.capabilities import WIDE
 
 with extra("transformers"):
     from transformers import AttentionInterface, PreTrainedModel
@@ -140,24 +131,22 @@ def attention(
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
     Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, a sink a query, position biases;
-    ValueError for more than 256 channels a head, unless the recipe is "auto".
+    ValueError for more than 512 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
-    module, query, key, norm_rope = fusion.put_off(module, query, key, value)
+    module, query, key, left = fusion.put_off(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if isinstance(attention_mask, Tensor) and hasattr(sys.modules.get(type(module).__module__), "BlockMask"):
-        raise NotImplementedError(  # Doge, which leaves out what was made for it
-            f"{type(module).__name__} makes its mask of tensors and leaves others out, which is not supported by "
-            f"attn_implementation='sagebwd'; {USE_INSTEAD}"
-        )
+        # Doge, which leaves out what was made for it
+        refuse(f"{type(module).__name__} makes its mask of tensors and leaves others out, which")
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
     chosen = settings_of(module)
     sharing = sharing_of(module)
-    if norm_rope is not None and not (sharing is None and _takes_projections(mask, query, key, value)):
-        query, key = qk_norm_rope(query, key, impl=chosen["impl"], **norm_rope)
-        norm_rope = None
-    if norm_rope is None:
+    if left is not None and not (sharing is None and _takes_projections(mask, query, key, value)):
+        query, key = left.rows(query, key, chosen["impl"])
+        left = None
+    if left is None:
         query, key, value = _one_dtype(module, query, key, value)
     if sharing is not None:
         given = kwargs | {"s_aux": s_aux}
@@ -169,10 +158,8 @@ def attention(
         return _carried(query, key, value, mask, {"scale": scaling, "sinks": s_aux, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)
     if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
-        raise NotImplementedError(
-            f"the attention's is_causal={is_causal} contradicts the model's attention mask, and Transformers' own "
-            "'sdpa' and 'eager' differ; not supported by attn_implementation='sagebwd'"
-        )
+        what = f"the attention's is_causal={is_causal} contradicts the model's attention mask, which"
+        refuse(what, "Transformers' own 'sdpa' and 'eager' differ")
     causal = visible.upper == 0
     window = (
         -1 if visible.lower is None else -visible.lower,
@@ -186,9 +173,9 @@ def attention(
     if offsets is not None and wide:
         return documents_of_wide_heads(query, key, value, *offsets, shared), None
     if offsets is not None:
-        return _packed(query, key, value, *offsets, norm_rope, shared), None
+        return _packed(query, key, value, *offsets, left, shared), None
     if mask.padding is None:
-        attend = sage_attention if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
+        attend = sage_attention if left is None else left.attend
         out = attend(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys, but for those in a hole
@@ -196,7 +183,7 @@ def attention(
     if wide or not has_values(query) or (itself and mask.has_holes):
         out = _masked(query, key, value, mask.padding, itself, shared)
     else:
-        out = _unpadded(query, key, value, mask, itself, norm_rope, shared)
+        out = _unpadded(query, key, value, mask, itself, left, shared)
     if itself and has_values(query):
         watch_padding(module, out, mask, causal)
     return out, None
@@ -218,15 +205,10 @@ def _known_mask(
     if padding is not None:
         return Mask(shape, Visible(), padding)
     if not isinstance(mask, (Tensor, BlockMask)):
-        raise NotImplementedError(
-            f"an attention_mask that is a {type(mask).__name__} is not supported by attn_implementation='sagebwd'; "
-            "accepted: a tensor or a BlockMask"
-        )
+        refuse(f"an attention_mask that is a {type(mask).__name__}", "accepted: a tensor or a BlockMask")
     if len(mask.shape) != 4:
-        raise NotImplementedError(
-            f"attention_mask of shape {tuple(mask.shape)} is not supported by attn_implementation='sagebwd'; accepted "
-            "at an attention: (batch or 1, heads or 1, tokens or 1, kv_tokens). Give (batch, tokens) to the model"
-        )
+        accepted = "(batch or 1, heads or 1, tokens or 1, kv_tokens). Give (batch, tokens) to the model"
+        refuse(f"attention_mask of shape {tuple(mask.shape)}", f"accepted at an attention: {accepted}")
     return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
 
 
@@ -246,10 +228,8 @@ def _within(sliding_window: int | None, is_causal: bool, shape: tuple[int, int, 
         return None
     if not is_causal or shape[2] != shape[3]:
         what = f"{shape[2]} queries and {shape[3]} keys" if is_causal else "is_causal=False"
-        raise NotImplementedError(
-            f"sliding_window={sliding_window} with {what} and without an attention_mask is not supported by "
-            "attn_implementation='sagebwd': let the model make its mask, or use 'sdpa'"
-        )
+        what = f"sliding_window={sliding_window} with {what} and without an attention_mask"
+        refuse(what, "let the model make its mask, or use 'sdpa'")
     return sliding_window
 
 
@@ -262,7 +242,7 @@ def _takes_projections(mask: Mask | None, query: Tensor, key: Tensor, value: Ten
         return False
     if mask.padding is not None and (not mask.visible.is_banded or not has_values(query) or mask.has_holes):
         return False
-    narrow = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
+    narrow = max(query.shape[-1], value.shape[-1]) <= WIDE
     return narrow and query.dtype == key.dtype == value.dtype
 
 
@@ -287,10 +267,8 @@ def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
     if mask.padding is None and not visible.is_banded:
         return key, value, visible
     if made[1] != key.shape[2] or (visible.is_banded and made[0] != query.shape[2]):
-        raise NotImplementedError(
-            f"an attention_mask of {made[0]} x {made[1]} tokens at an attention of {query.shape[2]} x {key.shape[2]} "
-            f"is not supported by attn_implementation='sagebwd'; {USE_INSTEAD}"
-        )
+        at = f"{query.shape[2]} x {key.shape[2]}"
+        refuse(f"an attention_mask of {made[0]} x {made[1]} tokens at an attention of {at}")
     if visible.upper == 0 and made[0] < made[1]:  # a static cache that is empty still
         key, value = key[:, :, : made[0]], value[:, :, : made[0]]
     return key, value, visible
@@ -298,15 +276,10 @@ def _fitting(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 
 def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
     if dropout:
-        raise NotImplementedError(
-            f"attention dropout {dropout} is not supported by attn_implementation='sagebwd', whose kernels would each "
-            "draw the same random numbers again; set attention_dropout=0 in the model's config, or use 'sdpa'"
-        )
+        refuse(f"attention dropout {dropout}", "set attention_dropout=0 in the model's config, or use 'sdpa'")
     for name, (meaning, instead) in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{name}: {meaning} is not supported by attn_implementation='sagebwd'; use {instead}"
-            )
+            refuse(f"{name}: {meaning}", f"use {instead}")
     if kwargs.get("output_attentions"):
         warnings.warn("attn_implementation='sagebwd' returns no attention weights; use 'eager' for them", stacklevel=4)
 
@@ -327,10 +300,7 @@ def _carried(query: Tensor, key: Tensor, value: Tensor, mask: Mask, shared: dict
     argument = mask.argument(query.device)
     visible = argument.get("attn_mask")
     if visible is not None and visible.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "an attention_mask that needs a gradient, such as a learned bias, is not supported by "
-            f"attn_implementation='sagebwd'; {USE_INSTEAD}"
-        )
+        refuse("an attention_mask that needs a gradient, such as a learned bias,")
     out = sage_attention(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **argument, **shared)
     return out.transpose(1, 2).contiguous()
 
@@ -354,7 +324,7 @@ def _masked(
 
 
 def _unpadded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, norm_rope: dict[str, object] | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, left: fusion.Left | None,
     shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     """A padded batch as packed sequences of its real tokens, each row's without a hole in self-attention.
@@ -369,7 +339,7 @@ def _unpadded(
     offsets_q = offsets_k if itself else torch.arange(batch + 1, device=query.device, dtype=torch.int32) * tokens_q
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     packed = (query[real] if itself else query, key[real], value[real])
-    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch, real))
+    attend = sage_attention_varlen if left is None else left.of_packed(batch, real).attend
     out = attend(
         *packed, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=tokens_q,
         max_seqlen_k=mask.padding.shape[1], **shared,
@@ -389,10 +359,7 @@ def _packed_offsets(
     _check_packed(kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         if mask.padding is not None:
-            raise NotImplementedError(
-                "cu_seq_lens_q beside an attention_mask with padding is not supported by "
-                "attn_implementation='sagebwd'; accepted: one of the two"
-            )
+            refuse("cu_seq_lens_q beside an attention_mask with padding", "accepted: one of the two")
         return tuple(kwargs[name] for name in _PACKED)
     ids, positions = mask.visible.documents, kwargs.get("position_ids")
     # with a KV cache, also one to be filled, Transformers' masks leave documents out
@@ -411,7 +378,7 @@ def _packed_offsets(
             torch._assert_async(is_alone, f"attn_implementation='sagebwd': {_COMPILED_PACKING}")
         return None
     if ids is not None and mask.padding is not None:
-        raise NotImplementedError(f"packed documents beside padding are not supported; {USE_INSTEAD}")
+        refuse("a batch of packed documents beside padding")
     found = mask.documents if ids is not None else None if positions is None else mask.documents_of(positions)
     return None if found is None else (found[0], found[0], found[1], found[1])
 
@@ -434,19 +401,14 @@ def _check_packed(kwargs: dict[str, object]) -> None:
             raise TypeError(f"{name}={kwargs[name]!r} must be an integer")
 
 
-def _attend_packed(norm_rope: dict[str, object] | None) -> Callable[..., Tensor]:
-    """`sage_attention_varlen`, of rows or of what projections make."""
-    return sage_attention_varlen if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
-
-
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
-    norm_rope: dict[str, object] | None, shared: dict[str, object],
+    left: fusion.Left | None, shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     batch, _, tokens, _ = query.shape
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     offsets = {"cu_seqlens_q": offsets_q.to(query.device), "cu_seqlens_k": offsets_k.to(query.device)}
     lengths = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(longest_k)}
-    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch))
+    attend = sage_attention_varlen if left is None else left.of_packed(batch).attend
     out = attend(*packed, **offsets, **lengths, **shared)
     return out.unflatten(0, (batch, tokens))

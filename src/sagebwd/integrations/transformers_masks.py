@@ -1,12 +1,9 @@
 """The masks of Transformers' models, read from the functions that Transformers composes them of.
 
-A mask function says of a batch, head, query and key index whether the query sees the key: causal, windowed, chunked,
-packed documents, blocks of image tokens, joined by ``and`` and ``or``. `mask` calls it with symbols for the indices
-and so finds the band of distances and the documents that the kernels can be given: exactly the mask, without a tensor
-of queries x keys, and under torch.compile too.
-
-A function that does anything else, and queries that continue a KV cache, have the boolean mask that SDPA would be
-given; so has a model that computes with its mask.
+A mask function says of a batch, head, query and key index whether the query sees the key. `mask` calls it with symbols
+for the indices and so finds the band of distances and the documents that the kernels can be given: exactly the mask,
+without a tensor of queries x keys, and under torch.compile too. A function that does anything else, and queries that
+continue a KV cache, have the boolean mask that SDPA would be given; so has a model that computes with its mask.
 """
 
 from __future__ import annotations
@@ -33,6 +30,11 @@ with extra("transformers"):
     from transformers.utils.import_utils import is_tracing
 
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
+
+
+def refuse(what: str, instead: str = USE_INSTEAD) -> NoReturn:
+    """Raise NotImplementedError; instead: the way out."""
+    raise NotImplementedError(f"{what} is not supported by attn_implementation='sagebwd'; {instead}")
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -311,7 +313,8 @@ class Mask(BlockMask):
     @cached_property
     def real(self) -> tuple[Tensor, Tensor]:
         """Of padding: where in (batch * kv_tokens) real tokens are, and the offsets of each row's among them."""
-        return self.padding.flatten().nonzero().flatten(), _offsets(self.padding.sum(1))
+        offsets = F.pad(self.padding.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+        return self.padding.flatten().nonzero().flatten(), offsets
 
     @cached_property
     def has_holes(self) -> bool:
@@ -425,10 +428,6 @@ def _offsets_of(documents: Tensor) -> tuple[Tensor, int]:
     starts = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
     offsets = F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
     return offsets, int(offsets.diff().max())
-
-
-def _offsets(lengths: Tensor) -> Tensor:
-    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def mask(

@@ -15,17 +15,10 @@ with extra("transformers"):
 def add_qk_norm(model: nn.Module) -> nn.Module:
     """Give every attention of a model an RMS norm of queries and keys: per head, with a gain, before rotary embedding.
 
-    It is what Qwen3 has, under the same names, ``q_norm`` and ``k_norm``, and bounds the logits, which the SageBwd
-    paper finds INT8 attention to need at large batches. For models that are still to be trained: it changes what a
-    trained one computes. eps is the config's rms_norm_eps, or else 1e-6.
-
-    The weights are saved with the others, but a plain ``from_pretrained`` has no place for them: it reports them as
-    unexpected and leaves them out. To load a model that was saved, either
-
-    - as the Qwen3 that a Llama with QK-norm is: ``Qwen3ForCausalLM.from_pretrained(folder)``,
-    - through a class whose ``__init__(self, config)`` calls ``super().__init__(config)`` and ``add_qk_norm(self)``: it
-      has a ``from_pretrained`` that knows them, or
-    - by hand: build from the config, ``add_qk_norm(model)``, ``model.load_state_dict(...)``.
+    It is what Qwen3 has, under the same names, ``q_norm`` and ``k_norm``, and bounds the logits. For models that are
+    still to be trained. eps is the config's rms_norm_eps, or else 1e-6. The weights are saved with the others, but a
+    plain ``from_pretrained`` has no place for them: docs/integrations/transformers.md#qk-norm has three ways to load
+    them.
 
     Args:
         model: of Transformers, changed in place, before it is compiled or sharded. Its attentions are the modules with

@@ -36,7 +36,8 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
     chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse")}
     layers = given.get("layers")
     if layers:
-        chosen |= _layer(layers, layer, _layers_of(config))
+        counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
+        chosen |= _layer(layers, layer, max((count for count in counts if isinstance(count, int)), default=None))
     unknown = sorted(set(chosen) - set(_SETTINGS))
     if unknown:
         raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, fuse, layers")
@@ -56,11 +57,12 @@ def has_layers(config: object) -> bool:
     return isinstance(given, dict) and bool(given.get("layers"))
 
 
-def is_fused(config: object) -> bool:
-    """Whether ``config.sagebwd`` has its layers normalise and rotate in one pass (`transformers_fusion`)."""
+def fuse_of(config: object) -> bool | None:
+    """Whether ``config.sagebwd`` has its layers normalise and rotate with attention; None where it does not say."""
+    if getattr(config, "_attn_implementation", None) != NAME:
+        return False
     given = getattr(config, NAME, None)
-    asked = isinstance(given, dict) and given.get("fuse") is True
-    return asked and getattr(config, "_attn_implementation", None) == NAME
+    return given.get("fuse") if isinstance(given, dict) else None
 
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:
@@ -80,11 +82,6 @@ def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count:
             "give one recipe and impl for all"
         )
     return numbered.get(layer, {})
-
-
-def _layers_of(config: object) -> int | None:
-    counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
-    return max((count for count in counts if isinstance(count, int)), default=None)
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -1,8 +1,5 @@
 """A model of Transformers whose sequences are divided among processes: its attentions are `ring_attention`.
 
-    from sagebwd.integrations.transformers_sharing import share_sequences
-    share_sequences(model, mesh["cp"].get_group())
-
 The batch is what `context_parallel.shard` gives this process of ids, labels and position_ids, or what torch's
 ``context_parallel``, and Accelerate's by it, makes of them in place: the same tokens in the same order.
 """
@@ -16,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sagebwd.extras import extra
-from sagebwd.integrations.context_parallel import shard
-from sagebwd.integrations.ring import checked_ring_attention, place
+from sagebwd.integrations.context_parallel import checked_ring_attention, place, shard
 from sagebwd.integrations.transformers_masks import Mask
 from sagebwd.integrations.transformers_settings import NAME
 

@@ -1,8 +1,5 @@
-"""Calls of Transformers that run on torch's scaled_dot_product_attention, in full precision.
-
-Those that continue a KV cache do, and under "auto" layers whose heads have more channels than low precision takes:
-Gemma 4's global layers have 512 beside 256 in the others. Such a model trains in low precision but for these layers,
-which a warning names once.
+"""Calls of Transformers that run on torch's scaled_dot_product_attention, in full precision: those that continue a KV
+cache, and under "auto" layers whose heads have over 256 channels, as Gemma 4's global layers.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 
 from sagebwd import counts
 from sagebwd.attention import sage_attention
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
 from sagebwd.recipe import AUTO
 
 _said: set[str] = set()
@@ -75,15 +72,16 @@ def _beside_sinks(
 
 
 def is_wide(module: nn.Module, query: Tensor, value: Tensor, recipe: object, impl: str | None) -> bool:
-    """Whether a layer's heads have more channels than low precision takes, of which the first is said.
+    """Whether a layer's heads have more channels than "auto" gives to low precision, of which the first is said.
 
-    Raises ValueError where a recipe or an impl is named, which is never handed over.
+    Raises ValueError where a recipe or an impl is named, which is never handed over, and takes no so many.
     """
     head_dim = max(query.shape[-1], value.shape[-1])
-    if head_dim <= MAX_HEAD_DIM:
+    is_named = recipe != AUTO or impl is not None
+    if head_dim <= (MAX_HEAD_DIM if is_named else WIDE):
         return False
     name = type(module).__name__
-    if recipe != AUTO or impl is not None:
+    if is_named:
         layer = getattr(module, "layer_idx", None)
         raise ValueError(
             f"{name}, layer {layer}: head_dim {head_dim} is not supported under recipe={str(recipe)!r}, impl={impl!r};"
@@ -92,7 +90,7 @@ def is_wide(module: nn.Module, query: Tensor, value: Tensor, recipe: object, imp
         )
     say(
         f"attn_implementation='sagebwd': layers of {name} with head_dim {head_dim} run on torch's "
-        f"scaled_dot_product_attention in full precision; low precision takes up to {MAX_HEAD_DIM}"
+        f"scaled_dot_product_attention in full precision; a recipe that is named takes up to {MAX_HEAD_DIM}"
     )
     return True
 
@@ -120,7 +118,7 @@ def documents_of_wide_heads(
     if tokens != key.shape[2] or (offsets_q is not offsets_k and not torch.equal(offsets_q, offsets_k)):
         raise NotImplementedError(
             f"cu_seq_lens_q that differ from cu_seq_lens_k are not supported at head_dim {query.shape[-1]}, over "
-            f"{MAX_HEAD_DIM}; use attn_implementation='sdpa' with one document a row"
+            f"{WIDE}; use attn_implementation='sdpa' with one document a row"
         )
     query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     places = torch.arange(batch * tokens, device=query.device, dtype=offsets_q.dtype)

@@ -15,7 +15,10 @@ from sagebwd.recipe import Recipe
 
 FORWARD, BACKWARD = "forward", "backward"
 # The widest that any kernel takes, and what the public functions refuse over.
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+# Beyond it heads are wide: of all kernels the portable ones alone take them, and "auto" has torch run them, since it
+# was not measured who is faster.
+WIDE = 256
 KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
 # Sizes of blocks that a tile of Triton's or mma.sync's kernels is made of.
@@ -32,7 +35,7 @@ class Row(NamedTuple):
     kernels read a mask (`sagebwd.masks.kinds`). means: rows of K's mean that its forward writes: K's, then V's.
     prologue: head_dims, value's the same, at which its passes take norm and rotary embedding of Q and K too, of all
     channels or none. powers_of_two: a width costs as much as the next of these. instead: by a field that is refused,
-    what to name in place of the recipe.
+    what to name in place of the recipe. wide_fields: fields of which wide heads take less.
     """
 
     direction: str
@@ -49,6 +52,7 @@ class Row(NamedTuple):
     prologue: tuple[int, ...] = ()
     powers_of_two: bool = False
     instead: Mapping[str, str] = MappingProxyType({})
+    wide_fields: Mapping[str, tuple] = MappingProxyType({})
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -57,11 +61,13 @@ class Row(NamedTuple):
         if self.form(head_dim, value_dim) is None:
             dims = head_dim if head_dim == value_dim else f"{head_dim}/{value_dim}"
             return f"head_dim {dims} is not one of {self.widths}"
-        for name, accepted in self.fields.items():
+        is_wide = max(head_dim, value_dim) > WIDE
+        for name, accepted in {**self.fields, **(self.wide_fields if is_wide else {})}.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
                 has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
-                return has + self.instead.get(name, "")
+                beyond = f" at a head_dim over {WIDE}" if is_wide and name in self.wide_fields else ""
+                return has + beyond + self.instead.get(name, "")
         return None
 
 

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import BLOCK_OF_MAXIMA, Packing, blocks_of_maxima, padded_head_dim
-from sagebwd.kernels.common.strided import Strided, pitch_of, row_of
-from sagebwd.kernels.common.tile import LN_2, block_in_sequence, load_rows, whose
+from sagebwd.kernels.common.strided import Strided
+from sagebwd.kernels.common.tile import LN_2, block_in_sequence, whose
 from sagebwd.kernels.runtime.alignment import aligned_rows
 from sagebwd.kernels.runtime.program import launch
-from sagebwd.kernels.sinks import mean_of
+from sagebwd.kernels.sinks import taken_off
 
 
 @triton.jit(do_not_specialize=["tokens", "total", "grid"])
@@ -37,12 +37,8 @@ def max_logits_kernel(
     row_lse = tl.load(lse + row, mask=inside, other=float("-inf"))
     logit = tl.load(row_max + row, mask=inside, other=float("-inf")) * LN_2
     if k_mean is not None:
-        columns = tl.arange(0, BLOCK_D)
-        q_at = row_of(q, batch, head, start + first)
-        EVEN: tl.constexpr = head_dim == BLOCK_D
-        q_tile = load_rows(q_at, local, columns, pitch_of(q), length - first, head_dim, False, EVEN).to(tl.float32)
-        mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
-        logit += tl.sum(q_tile * mean[None, :], 1) * scale
+        left = length - first
+        logit += taken_off(q, k_mean, batch, head, heads, group, start + first, local, left, head_dim, BLOCK_D) * scale
     # lse knows which queries see no key, and has the NaN that a maximum drops
     logit = tl.where(tl.abs(row_lse) < float("inf"), logit, row_lse)
     unknown = tl.max((logit != logit).to(tl.int32), 0)

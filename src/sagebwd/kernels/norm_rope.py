@@ -13,8 +13,6 @@ row of its own, so that their sum is the same in every run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -26,18 +24,9 @@ from sagebwd.kernels.common.tile import load_rows, to_16bit
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
 from sagebwd.kernels.runtime.program import launch
 
-
-class Tile(NamedTuple):
-    """Tokens and heads of a program, warps at least, and how many heads' loads are under way."""
-
-    block: int = 16
-    heads: int = 8
-    warps: int = 4
-    stages: int = 3
-
-
-# The best of eight on an H200 (16K tokens, 16 heads of 128), forward and backward.
-TILE = Tile()
+# Tokens and heads of a program, warps at least, and how many heads' loads are under way: the best of eight on an H200
+# (16K tokens, 16 heads of 128), forward and backward.
+BLOCK, HEADS, WARPS, STAGES = 16, 8, 4, 3
 # Channels of a row for each warp beyond four: more would take more registers than a thread has.
 CHANNELS_OF_WARP = 32
 # Channels of rows whose loads are under way for several heads, as timed; with 64 or 256 some registers are spilled.
@@ -262,7 +251,7 @@ def backward_kernel(
 def forward(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None,
     q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, eps: float | None, interleaved: bool,
-    dtype: torch.dtype | None, tile: Tile = TILE,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Q and K normalised and rotated, each as it lies, and 1 / rms of their rows; see `sagebwd.norm_rope.ops`."""
     outputs, inverse_rms, given = [], [], []
@@ -271,7 +260,7 @@ def forward(
         inverse_rms.append(None if eps is None else x.new_empty(x.shape[:-1], dtype=torch.float32))
         y, x = strided(outputs[-1]), strided(x)
         given += [x, y, inverse_rms[-1], contiguous(weight), strided(cos), strided(sin), *outputs[-1].shape[1:3]]
-    _launch(forward_kernel, q, k, q_cos, interleaved, tile, *given, 0.0 if eps is None else eps)
+    _launch(forward_kernel, q, k, q_cos, interleaved, *given, 0.0 if eps is None else eps)
     return *outputs, *inverse_rms
 
 
@@ -279,7 +268,7 @@ def backward(
     dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, q_inverse_rms: Tensor | None,
     k_inverse_rms: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, q_cos: Tensor | None,
     q_sin: Tensor | None, k_cos: Tensor | None, k_sin: Tensor | None, q_offsets: Tensor | None,
-    k_offsets: Tensor | None, interleaved: bool, dtypes: tuple[torch.dtype, torch.dtype], tile: Tile = TILE,
+    k_offsets: Tensor | None, interleaved: bool, dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of Q and K in ``dtypes``, each as its own lies, and the programs' shares in those of the weights.
 
@@ -292,7 +281,7 @@ def backward(
     )
     for dy, x, r, weight, cos, sin, offsets, dtype in sides:
         dx = empty_like_rows(dy if x is None else x, dtype=dtype)
-        shape = programs(dy, tile), dy.shape[-1]
+        shape = programs(dy), dy.shape[-1]
         share = None if weight is None else torch.empty(shape, dtype=torch.float32, device=dy.device)
         gradients.append(dx)
         shares.append(share)
@@ -300,14 +289,14 @@ def backward(
             strided(dy), strided(dx), strided(x), contiguous(r), contiguous(weight), share, strided(cos), strided(sin),
             contiguous(offsets), None if offsets is None else offsets.numel() - 1, *dy.shape[1:3],
         ]  # fmt: skip
-    _launch(backward_kernel, dq_out, dk_out, q_cos, interleaved, tile, *given)
+    _launch(backward_kernel, dq_out, dk_out, q_cos, interleaved, *given)
     return *gradients, *shares
 
 
-def programs(x: Tensor, tile: Tile = TILE) -> int:
+def programs(x: Tensor) -> int:
     """How many programs the rows of (batch, heads, tokens, D) have."""
     batch, heads, tokens, _ = x.shape
-    return batch * -(-heads // tile.heads) * -(-tokens // tile.block)
+    return batch * -(-heads // HEADS) * -(-tokens // BLOCK)
 
 
 def strided(x: Tensor | None) -> Strided | None:
@@ -320,18 +309,16 @@ def strided(x: Tensor | None) -> Strided | None:
     return Strided(x, *counted(x.stride(0) if x.shape[0] > 1 else 0, 0, x.stride(1)))
 
 
-def _launch(
-    kernel: object, q: Tensor, k: Tensor, cos: Tensor | None, interleaved: bool, tile: Tile, *given: object
-) -> None:  # fmt: skip
-    count, head_dim, rotary = programs(q, tile) + programs(k, tile), q.shape[-1], 0 if cos is None else cos.shape[-1]
+def _launch(kernel: object, q: Tensor, k: Tensor, cos: Tensor | None, interleaved: bool, *given: object) -> None:
+    count, head_dim, rotary = programs(q) + programs(k), q.shape[-1], 0 if cos is None else cos.shape[-1]
     if not count:
         return
-    stages = tile.stages if head_dim == IN_STAGES else 1
+    stages = STAGES if head_dim == IN_STAGES else 1
     launch(
-        kernel, (count,), *given, programs(q, tile), head_dim=head_dim, ROTARY=rotary,
+        kernel, (count,), *given, programs(q), head_dim=head_dim, ROTARY=rotary,
         HALF=_power_of_two(rotary // 2), REST=_power_of_two(head_dim - rotary), INTERLEAVED=interleaved,
-        BLOCK=tile.block, HEADS=tile.heads, STAGES=stages,
-        num_warps=max(tile.warps, _power_of_two(head_dim) // CHANNELS_OF_WARP),
+        BLOCK=BLOCK, HEADS=HEADS, STAGES=stages,
+        num_warps=max(WARPS, _power_of_two(head_dim) // CHANNELS_OF_WARP),
     )  # fmt: skip
 
 

@@ -28,6 +28,16 @@ def mean_of(k_mean, batch, head, heads, group, columns, head_dim):
     return tl.load(at + columns, mask=columns < head_dim, other=0)
 
 
+@triton.jit
+def taken_off(q, k_mean, batch, head, heads, group, token, local, left, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
+    """q K's mean of queries from a token on: what K-smoothing takes off their scores, but for the softmax scale."""
+    columns = tl.arange(0, BLOCK_D)
+    q_at = row_of(q, batch, head, token)
+    q_tile = load_rows(q_at, local, columns, pitch_of(q), left, head_dim, False, head_dim == BLOCK_D).to(tl.float32)
+    mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
+    return tl.sum(q_tile * mean[None, :], 1)
+
+
 @triton.jit(do_not_specialize=["tokens", "total", "grid"])
 def weigh_kernel(
     o, lse, weight, q, k_mean, sinks, cu_seqlens, scale, heads, group, tokens, total, grid, head_dim: tl.constexpr,
@@ -49,13 +59,7 @@ def weigh_kernel(
     sink = tl.load(sinks + head).to(tl.float32)
     above = sink - row_lse
     if k_mean is not None:
-        columns = tl.arange(0, BLOCK_D)
-        q_at = row_of(q, batch, head, start + first)
-        q_tile = load_rows(q_at, local, columns, pitch_of(q), left, head_dim, False, head_dim == BLOCK_D).to(
-            tl.float32
-        )
-        mean = mean_of(k_mean, batch, head, heads, group, columns, head_dim)
-        above -= tl.sum(q_tile * mean[None, :], 1) * scale
+        above -= taken_off(q, k_mean, batch, head, heads, group, start + first, local, left, head_dim, BLOCK_D) * scale
     above = tl.where(blind, float("inf"), above)
     # 1 / (1 + e^|x|) and its complement, of which neither overflows
     small = tl.exp2(-tl.abs(above) * LOG2_E)

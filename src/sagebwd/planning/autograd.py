@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from sagebwd.call import Prologue
 from sagebwd.derivatives import once_differentiable, savable
@@ -13,46 +15,75 @@ from sagebwd.kernels.runtime.device import device_of
 _AS_IT_IS = nullcontext()
 
 
+class Tensors(NamedTuple):
+    """What autograd sees of a call, in the order in which it is given them and gives gradients back.
+
+    The last six are those of a `Prologue`.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    sinks: Tensor | None
+    key_mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_cos: Tensor | None = None
+    q_sin: Tensor | None = None
+    k_cos: Tensor | None = None
+    k_sin: Tensor | None = None
+
+
 class SageAttention(torch.autograd.Function):
-    """A plan and its derivative, by whose name profilers call them; prologue: the fields of a `Prologue`, or none."""
+    """A plan and its derivative, by whose name profilers call them; before: what a `Prologue` has beside tensors."""
 
     @staticmethod
-    def forward(ctx, plan, mask, with_lse, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *prologue):
+    def forward(ctx, plan, mask, with_lse, before, *tensors):
         """`Plan.forward`; o alone but ``with_lse``: autograd wraps every output, and again when it is unpacked."""
-        masks, before = (key_mask, mask, cu_seqlens_q, cu_seqlens_k), Prologue(*prologue) if prologue else None
-        with device_of(q):
-            o, lse, workspace = plan.forward(q, k, v, sinks, *masks, before, True)
+        x = Tensors(*tensors)
+        offsets, prologue = (x.cu_seqlens_q, x.cu_seqlens_k), Prologue(*before, *tensors[7:]) if before else None
+        with device_of(x.q):
+            outputs = plan.forward(x.q, x.k, x.v, x.sinks, x.key_mask, mask, *offsets, prologue, True)
         keep_q, keep_k = plan.keeps
-        ctx.plan, ctx.settings, ctx.sinks_dtype = plan, prologue[:2], None if sinks is None else sinks.dtype
-        ctx.weights = len(prologue[2:])
+        ctx.plan, ctx.before, ctx.sinks_dtype = plan, before, None if x.sinks is None else x.sinks.dtype
         # a mask that the user has read stays as it is; of others autograd watches what backward reads for writes
-        ctx.mask, watched = (mask, [None]) if mask is None or mask.is_kept else mask.without_watched()
+        ctx.mask, watched = (mask, ()) if mask is None or mask.is_kept else mask.without_watched()
         ctx.set_materialize_grads(False)
-        inputs = q if keep_q else None, k if keep_k else None, v
-        rest = key_mask, cu_seqlens_q, cu_seqlens_k, *prologue[2:], *watched
-        ctx.save_for_backward(*savable(*inputs, o, lse, workspace, *rest))
+        rows = x.q if keep_q else None, x.k if keep_k else None, x.v
+        # in the operator's order, which may compute a checkpoint's forward again
+        ctx.save_for_backward(*savable(*rows, *outputs, *tensors[4:], *watched))
         if not with_lse:
-            return o
-        ctx.mark_non_differentiable(workspace)
-        return o, lse, workspace
+            return outputs[0]
+        ctx.mark_non_differentiable(outputs[2])
+        return outputs
 
     @staticmethod
     def backward(ctx, do, dlse=None, _=None):
         """`Plan.backward`."""
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, *tensors = ctx.saved_tensors
-        tensors, watched = tensors[: ctx.weights], tensors[ctx.weights :]
-        mask = ctx.mask if watched[0] is None else ctx.mask.with_watched(watched)
+        q, k, v, o, lse, workspace, *rest = ctx.saved_tensors
+        count = len(ctx.needs_input_grad) - 4
+        x, watched = Tensors(q, k, v, None, *rest[: count - 4]), rest[count - 4 :]
+        mask = ctx.mask.with_watched(watched) if watched and watched[0] is not None else ctx.mask
         do = torch.zeros_like(o) if do is None else do
-        prologue = Prologue(*ctx.settings, *tensors) if ctx.settings else None
+        prologue = Prologue(*ctx.before, *x[7:]) if ctx.before else None
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(v):
-            masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
-            dq, dk, dv, *weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
-        weights = [None if x is None else dx.to(x.dtype) for x, dx in zip(tensors, weights)]
-        gradients = [dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[6] else None, *weights]
+        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(x.v):
+            masks = x.key_mask, mask, x.cu_seqlens_q, x.cu_seqlens_k
+            found = ctx.plan.backward(do, dlse, x.q, x.k, x.v, o, lse, workspace, *masks, prologue)
+        dq, dk, dv, *weights, dsinks = found
+        gradients = Tensors(dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[7] else None)
+        if weights:
+            gradients = gradients._replace(
+                q_weight=_like(weights[0], x.q_weight), k_weight=_like(weights[1], x.k_weight)
+            )
         if create_graph:
             gradients = once_differentiable((o, do, dlse), gradients)
-        rest = (None, None, *gradients[4:], *(None,) * 4) if ctx.settings else ()
-        return None, None, None, *gradients[:4], None, None, None, *rest
+        return None, None, None, None, *gradients[:count]
+
+
+def _like(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else gradient.to(weight.dtype)

@@ -29,10 +29,13 @@ def read_block_mask(block_mask: BlockMask) -> Mask:
     """What a BlockMask of ``torch.nn.attention.flex_attention`` shows, for ``sage_attention(..., block_mask=)``.
 
     `sage_attention` reads a BlockMask itself, in every call: read it here once for all layers and steps that share it.
-    Reading waits for the device. Only tiles of 128 x 128 that it shows in part are stored, a byte an element. What the
-    BlockMask and its mask_mod show later is not seen. A CUDA graph needs the result as long as it is replayed.
+    Reading waits for the device. What the BlockMask and its mask_mod show later is not seen. A CUDA graph needs the
+    result as long as it is replayed.
 
-    The result can be sliced along the batch, moved by ``to``, copied and pickled.
+    Args: block_mask, of blocks of any size, batch or 1 and heads or 1.
+
+    Returns: an object that can be sliced along the batch, moved by ``to``, copied and pickled. It shows the same, and
+    stores tiles of 128 x 128 that are shown in part, a byte an element.
 
     Raises TypeError for anything else, ValueError for lists of fewer rows than there are blocks of queries.
     """
@@ -54,12 +57,10 @@ def _check_rows(block_mask: BlockMask) -> None:
 def read_mask(attn_mask: Tensor) -> Mask:
     """A mask of elements, for ``sage_attention(..., block_mask=)``: read once for all calls that share it.
 
-    `sage_attention` reads an attn_mask in every call. The result holds a copy: what is written to attn_mask later is
-    not seen. A CUDA graph needs the result as long as it is replayed.
+    Args: attn_mask, (batch or 1, heads or 1, tokens, kv_tokens), or the last two or three of these: boolean, True
+    where a query sees a key, or floating point, added to the scaled scores.
 
-    Args:
-        attn_mask: (batch or 1, heads or 1, tokens, kv_tokens), or the last two or three of these: boolean, True where
-            a query sees a key, or floating point, added to the scaled scores.
+    Returns: an object as of `read_block_mask`, with a copy: what is written to attn_mask later is not seen.
 
     Raises TypeError and ValueError for anything else.
     """
@@ -174,8 +175,7 @@ def elements_of(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
             f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {tuple(shape)}; accepted: {_SHAPES}, or its "
             f"last two or three dimensions{_with_dimensions(mask, shape)}"
         )
-    if mask.device != device:
-        raise ValueError(f"attn_mask: device {mask.device} differs from key's {device}")
+    checks.same_device("attn_mask", mask, device, "key's")
     return _once_where_expanded(mask[(None,) * (4 - mask.dim())])
 
 
@@ -226,17 +226,13 @@ def check(block_mask: object, query: Tensor, key: Tensor) -> None:
     if tokens != tuple(shape[2:]):
         raise ValueError(f"block_mask: made for {tokens} queries and keys, called with {tuple(shape[2:])}")
     _check_rows(block_mask)
-    sizes, device = block_mask.kv_num_blocks.shape, block_mask.kv_num_blocks.device
+    sizes = block_mask.kv_num_blocks.shape
     if not _broadcast(sizes[:2], shape[:2]):
         raise ValueError(
             f"block_mask: made for batch {sizes[0]} and {sizes[1]} heads, called with batch {shape[0]} and "
             f"{shape[1]} heads; either may be 1"
         )
-    if device != key.device:
-        raise ValueError(
-            f"block_mask: device {device} differs from key's {key.device}; move it by "
-            f"block_mask.to({str(key.device)!r})"
-        )
+    _check_device(block_mask.kv_num_blocks, key.device)
 
 
 def read_now(block_mask: BlockMask) -> Mask:
@@ -280,10 +276,12 @@ def _check_fits(mask: Mask, shape: tuple[int, ...], device: torch.device) -> Non
             f"{mask.keys.shape[0]}; cut all of them alike, as block_mask[begin:end] does"
         )
     for x in mask.tensors:
-        if x is not None and x.device != device:
-            raise ValueError(
-                f"block_mask: device {x.device} differs from key's {device}; move it by block_mask.to({str(device)!r})"
-            )
+        if x is not None:
+            _check_device(x, device)
+
+
+def _check_device(x: Tensor, device: torch.device) -> None:
+    checks.same_device("block_mask", x, device, "key's", f"; move it by block_mask.to({str(device)!r})")
 
 
 def _broadcast(sizes: tuple[int, ...], to: tuple[int, ...]) -> bool:

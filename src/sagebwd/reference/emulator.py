@@ -1,12 +1,9 @@
-"""The recipe emulator: attention forward and backward in plain PyTorch, on any device.
+"""The recipe emulator, the meaning of a recipe: attention forward and backward in plain PyTorch, on any device.
 
-It is the meaning of a recipe. Every INT8 product is computed from the same codes and scales as on tensor cores: codes
-are small integers held in floating point, so a product of codes is exact and a scaled sum differs from the INT32 form
-by floating-point rounding alone. Inputs in FP64 are emulated in FP64 and nothing is rounded to 16 bit; other inputs
-are computed in FP32, with the operands of 16-bit products rounded to the dtype of the input.
-
-Queries are taken a few blocks at a time against all the keys they see, so that memory is linear in tokens and nothing
-of size queries x keys outlives a step.
+Every INT8 product is computed from the same codes and scales as on tensor cores: codes are small integers held in
+floating point, so a product of codes is exact. Inputs in FP64 are emulated in FP64 and nothing is rounded to 16 bit;
+other inputs are computed in FP32, with the operands of 16-bit products rounded to the dtype of the input. Queries are
+taken a few blocks at a time against all the keys they see, so that memory is linear in tokens.
 
 Shapes: B batch, H heads of keys and values, G query heads a key head serves, N query and M key tokens, D head_dim.
 Queries are (B, H, G, N, D) and keys (B, H, 1, M, D) inside.
@@ -403,7 +400,7 @@ def backward(
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
         gradients = Emulator(q, k, v, recipe, scale, band, call.key_mask, call.mask).backward(do, o, lse, dlse)
-        return tuple(x.copy_(gradient) for x, gradient in zip(empty_gradients(recipe, call.head_dim, o, v), gradients))
+        return tuple(x.copy_(gradient) for x, gradient in zip(empty_gradients(call.head_dim, o, v), gradients))
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys, band in _sequences(call):
         sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)

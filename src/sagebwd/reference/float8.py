@@ -1,36 +1,29 @@
 """Gradient products in 8-bit floating point (e4m3): scales from bounds, sums from the first block to the last.
 
-An e4m3 code keeps four significant bits over fifteen octaves, so P and dS need no scale a tile: one a row, known
-before the loop, will do, and sums of products are not rescaled. All scales are powers of two and exact. With m the
-largest score of query i, P_max = exp(m - lse) its largest weight, R the norm of V's largest magnitudes by channel,
-r = min(1, 1 / P_max - 1) and u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dS / P_max::
+All scales are powers of two and exact. With m the largest score of query i, P_max = exp(m - lse) its largest weight,
+R the norm of V's largest magnitudes by channel, r = min(1, 1 / P_max - 1) and at least 2^-10, and
+u = r R |dO_i| + |dlse_i|, a bound (up to 2) on a row of dS / P_max::
 
     e = floor(log2(448 exp(lse - m)))      b = ceil(log2 u)
     P'  = e4m3(2^e P)                      dO' = e4m3(2^-e dO 2^g)         dV = P'^T dO' 2^-g
     dS' = e4m3(2^e P (dP - delta) 2^-b)    Q'  = e4m3(2^(b - e) Q 2^g)     dK = dS'^T Q' 2^-g
                                            K'  = e4m3(K 2^g)               dQ = 2^(b - e) dS' K' 2^-g
 
-Q and K are the dequantised INT8 operands of S. Each operand has its own g, the largest that leaves its magnitudes at
-most 448: K' over the tokens of a sequence, dO' and Q' over `queries_a_scale` queries of a head. dV and dK are FP32
-sums of such products. What exceeds 448 all the same is 448. All three are times `RESTORED`, which gives back what
-rounding takes from both operands on average.
+docs/gradients-e4m3.md says why. Q and K are the dequantised INT8 operands of S. Each operand has its own g, the
+largest that leaves its magnitudes at most 448: K' over the tokens of a sequence, dO' and Q' over `queries_a_scale`
+queries of a head. All three are times `RESTORED`.
 
 dP is the product of 2^-b dO, in the dtype of the input, and V. FP16 has little room for that. r is at least 2^-15 / R
 there, so that 2^-b dO is at most 2^15 however small V is. Where V is large, and no |2^-b dO| of a query is as much as
 2^-14, FP16's least normal number, e and b of that query are both less by as many octaves as are missing, at most
 `MOST_LOWERED`: dS' is what it was, and P' pays for dO's digits.
 
-r is there for attention sinks. R |dO_i| bounds dP - delta, but where one key has most of the weight, its own dP is
-nearly delta and the others' P is small: both are at most 1 - P_max, and without r all of dS but the sink's would lie
-below e4m3's range. r is at least 2^-10.
-
 An INT8 dP is D_ij s_i t_j, of dO's and V's codes and their scales a token. There dS' is in units of s_i, and b is
 one number of `queries_a_scale` queries, so that a kernel has D_ij (t_j 2^-b) - delta_i 2^-b / s_i by one product
 and one sum. With b_i = ceil(log2 (u / s_i)) of a query, b is the least of theirs, but at least the largest less
-`MOST_LOWERED`. A query whose b_i is larger has e less b_i - b in place of e, so that the bound on its dS' holds: P' of
-a row that has no sink can spare the octaves, dS' of one that has cannot. s_i is at least |dlse_i| / (127 R), so that
-no query's u / s_i is far above the others'. Where dO and dlse are 0, as of a sequence's last token, which no loss is
-of, s_i is 0, and so is Q': psi's scale of zeros, 1, would set g, and all other Q' of the block would be 0.
+`MOST_LOWERED`. A query whose b_i is larger has e less b_i - b in place of e, so that the bound on its dS' holds. s_i
+is at least |dlse_i| / (127 R), so that no query's u / s_i is far above the others'. Where dO and dlse are 0 s_i is 0,
+and so is Q': psi's scale of zeros, 1, would set g, and all other Q' of the block would be 0.
 """
 
 from __future__ import annotations

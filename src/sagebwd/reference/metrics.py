@@ -10,20 +10,12 @@ from torch import Tensor
 
 def cosine(actual: Tensor, expected: Tensor) -> float:
     """Cosine of the angle between two tensors of one shape; 1 if both are zero."""
-    a, b = _flat(actual), _flat(expected)
-    norms = (a.norm() * b.norm()).item()
-    if norms == 0:
-        return 1.0 if a.norm() == b.norm() else 0.0
-    return (a @ b).item() / norms
+    return Comparison.of(actual, expected).cosine()
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected||; 0 if both are zero, infinite if only ``expected`` is."""
-    a, b = _flat(actual), _flat(expected)
-    error, norm = (a - b).norm().item(), b.norm().item()
-    if norm == 0:
-        return 0.0 if error == 0 else math.inf
-    return error / norm
+    return Comparison.of(actual, expected).relative_l2()
 
 
 def rms(x: Tensor) -> float:
@@ -31,31 +23,32 @@ def rms(x: Tensor) -> float:
     return math.sqrt(_flat(x).square().mean().item()) if x.numel() else 0.0
 
 
+@torch.no_grad()
 def largest_logit(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> float:
-    """The largest |scale q . k| over visible pairs, for logging.
+    """The largest |scale q . k| over visible pairs, for logging; memory is that of one head's scores.
 
-    Args: query (batch, heads, tokens, head_dim), key (batch, kv_heads, kv_tokens, head_dim). Memory is that of one
-    head's scores.
+    Args: query (batch, heads, tokens, head_dim), key (batch, kv_heads, kv_tokens, head_dim).
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    groups = query.shape[1] // key.shape[1]
-    largest = 0.0
-    with torch.no_grad():
-        for batch in range(query.shape[0]):
-            for head in range(query.shape[1]):
-                scores = query[batch, head].float() @ key[batch, head // groups].float().mT
-                scores = scores.tril() if is_causal else scores
-                largest = max(largest, scores.abs().max().item() * abs(scale))
-    return largest
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = (q.float() @ k.float().mT for q, k in zip(query.flatten(0, 1), key.flatten(0, 1)))
+    largest = max((s.tril() if is_causal else s).abs().max().item() for s in scores)
+    return largest * abs(query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 class Comparison:
-    """The figures above, of two tensors that come in pieces: as on the whole, and nothing is kept but sums."""
+    """Two tensors that come in pieces: nothing is kept but sums."""
 
     def __init__(self) -> None:
         self.dot = self.actual_square = self.expected_square = self.error_square = 0.0
         self.peak = 0.0
         """The largest |expected| so far."""
+
+    @classmethod
+    def of(cls, actual: Tensor, expected: Tensor) -> Comparison:
+        """Of two whole tensors."""
+        found = cls()
+        found.add(actual, expected)
+        return found
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
         """Count one more piece; both of one shape."""

@@ -1,9 +1,9 @@
 """The rotation under which S's operands are quantised (`sagebwd.recipe.Recipe.rotate`).
 
 R is orthogonal and symmetric: Hadamard matrices over their size's root along the diagonal, of the powers of two that
-add up to head_dim, the largest first (128 and 64 for 192). Scores are as they were, since (q R) (k R)^T = q k^T, and a
-channel that is large in every query is spread over all channels of its block, so that the scale of a row suits them.
-R is its own inverse.
+add up to head_dim, the largest first and none over 256 (128 and 64 for 192, 256 twice for 512). Scores are as they
+were, since (q R) (k R)^T = q k^T, and a channel that is large in every query is spread over all channels of its block,
+so that the scale of a row suits them. R is its own inverse.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from sagebwd.kernels.common.tile import (
     padded_block,
     psi_scale,
     sequence,
+    whose,
 )
 from sagebwd.kernels.runtime.program import launch, zeros
-from sagebwd.recipe import SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM
+from sagebwd.recipe import INT8, SAMPLE, SAMPLE_AT, SAMPLE_OF, SAMPLED_FROM, Recipe
 
 # Tokens that one program reads: enough programs to fill a GPU at batch x heads = 16, few enough to add up quickly.
 CHUNK = 256
@@ -71,9 +72,7 @@ def _chunk(
     of_head, head = block_and_head(chunks)
     partial += (of_head.to(tl.int64) * (tl.num_programs(0) // chunks) + head) * head_dim
     chunk, batch_head = in_sequence(of_head, head, heads, cu_seqlens, tokens, CHUNK, VARLEN)
-    batch = batch_head // heads
-    head = batch_head % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, _, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     rows = head_of(x, batch, head)
     count = length
@@ -225,29 +224,19 @@ def finish_kernel(
 
 
 def launch_statistics(
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    key_mask: Tensor | None,
-    *,
-    smooth_k: bool,
-    smooth_v: bool,
-    v_scale: bool,
-    first_keys: int,
-    k_sampled: bool = False,
+    recipe: Recipe, k: Tensor, v: Tensor, packing: Packing, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Means of k and v, (B, H, D) FP32, zero where not smoothed, and v's scale of each channel, (B, H, D) or None.
 
-    k_sampled: K's mean is that of a sample, where there is no mask.
-
-    And where there is a mask, if asked for, the first keys that it leaves, then the number of keys, (B, first_keys)
-    int32; else None. first_keys: 0 or a power of two.
+    And where there is a mask, the first keys that it leaves, then how many keys there are, (B, first_keys) int32.
     """
     head_dim, device = k.shape[-1], k.device
     heads = packing.batch * packing.heads
     shape = 2, packing.batch, packing.heads, head_dim
-    first_keys = first_keys if key_mask is not None else 0
-    if not (smooth_k or smooth_v or v_scale or first_keys):
+    of_v = recipe.o == INT8  # V is smoothed, and has scales, only to be quantised
+    smooth_v, v_scale = of_v and recipe.smooth_v, of_v and recipe.v_scale == "sequence"
+    first_keys = recipe.first_keys if of_v and key_mask is not None else 0
+    if not (recipe.smooth_k or smooth_v or v_scale or first_keys):
         return *zeros(shape, torch.float32, device), None, None
     mean = torch.empty(shape, dtype=torch.float32, device=device)
     scale = torch.empty_like(mean[1]) if v_scale else None
@@ -271,7 +260,7 @@ def launch_statistics(
         chunks,
         head_dim=head_dim,
         V_SCALE=v_scale,
-        K_SAMPLED=k_sampled,
+        K_SAMPLED=recipe.k_mean == "sample",
         FIRST=first_keys,
         VARLEN=packing.cu_seqlens is not None,
         CHUNK=CHUNK,
@@ -289,7 +278,7 @@ def launch_statistics(
         None if packing.cu_seqlens is None else packing.heads,
         chunks,
         head_dim=head_dim,
-        SMOOTH_K=smooth_k,
+        SMOOTH_K=recipe.smooth_k,
         SMOOTH_V=smooth_v,
         CHUNK=CHUNK,
         CHUNKS=64,

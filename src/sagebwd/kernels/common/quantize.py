@@ -28,6 +28,7 @@ from sagebwd.kernels.common.tile import (
     whose,
 )
 from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass, store_transposed
+from sagebwd.numerics import MOST_ROTATED
 
 
 @triton.jit(do_not_specialize=NO_SPECIALIZE)
@@ -92,9 +93,7 @@ def quantize_kernel(
         taken_off = None
         if mean is not None:
             taken_off = mean + program.to(tl.int64) * head_dim
-        tile = load_turned(
-            x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D
-        )  # fmt: skip
+        tile = load_turned(x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D)
         if mean is not None or key_mask is not None:
             tile = tl.where(keep[:, None], tile, 0.0)
     if GROUP == "token":
@@ -139,6 +138,10 @@ def quantize_kernel(
         tl.store(column_sum + block * head_dim + columns, total.to(tl.float32), mask=columns < head_dim)
 
 
+# Tokens that a program takes where all have scales of their own and more channels than R's blocks.
+WIDE_ROWS = 32
+
+
 @dataclass
 class Quantized:
     """Outputs of one quantisation pass; see `quantize_kernel`."""
@@ -168,6 +171,8 @@ def launch_quantize(
 ) -> Quantized:
     """Smooth x and write the asked-for outputs; ``turned``: channels of the rotation under which codes are made."""
     head_dim, device = x.shape[-1], x.device
+    if head_dim > MOST_ROTATED and group == "token" and not transposed:
+        block = min(block, WIDE_ROWS)
     out = Quantized()
     if codes:
         out.codes = torch.empty(x.shape, dtype=torch.int8, device=device)

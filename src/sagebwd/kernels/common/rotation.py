@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sagebwd.kernels.common.tile import dot_16bit, load_rows, to_16bit
+from sagebwd.numerics import MOST_ROTATED
 
 # Of keys that are all alike and their mean, whose products are rounded apart, less than this part of the mean is left,
 # and counts as zero. Others of 16 bits differ by far more.
@@ -19,6 +20,8 @@ ROUNDING = tl.constexpr(2.0**-18)
 STEP = tl.constexpr(32)
 # Channels of a piece of a tile, and of the signs that a program holds at a time (`signs_and_factors`).
 PIECE = tl.constexpr(128)
+# Of a block of R, at most.
+MOST = tl.constexpr(MOST_ROTATED)
 
 
 @triton.jit
@@ -196,14 +199,34 @@ def _sums_of_codes(codes, signs, columns, PITCH: tl.constexpr):
         return dot_16bit(codes, r)  # x R
 
 
+@triton.constexpr_function
+def part_of(channels, number):
+    """Of so many channels those in a part of `MOST_ROTATED`."""
+    return min(max(int(channels) - number * MOST_ROTATED, 0), MOST_ROTATED)
+
+
 @triton.jit
-def load_turned(
-    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def load_turned(x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
 
     Of the mean the product is taken by itself: rows as they are have 16 bits.
     """
+    if BLOCK_D <= MOST:
+        return _load_turned(x, rows, stride, tokens, mean, head_dim, TURNED, BLOCK_D)
+    else:  # two parts, which R does not mix
+        rest = None
+        if mean is not None:
+            rest = mean + MOST
+        low = _load_turned(x, rows, stride, tokens, mean, part_of(head_dim, 0), part_of(TURNED, 0), MOST)
+        high = _load_turned(x + MOST, rows, stride, tokens, rest, part_of(head_dim, 1), part_of(TURNED, 1), MOST)
+        return tl.join(low, high).permute(0, 2, 1).reshape(rows.shape[0], BLOCK_D)
+
+
+@triton.jit
+def _load_turned(
+    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """The same of channels that R does not mix with others."""
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
     columns = tl.arange(0, BLOCK_D)
@@ -226,19 +249,34 @@ def load_turned(
 
 @triton.jit
 def store_turned(
-    out, rows, stride, inside, x, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
+    out, rows, stride, inside, x, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROLLED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write x R scale, x of FP32 of which 16 bits count, to the rows that are ``inside``."""
-    WHOLE: tl.constexpr = TURNED == BLOCK_D
+    """Write x R scale, x of FP32 of which 16 bits count, to the rows that are ``inside``; ROLLED: in a loop."""
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
-    channels = tl.arange(0, BLOCK_D)
     high = to_16bit(x, tl.bfloat16)
     low = to_16bit(x - high.to(tl.float32), tl.bfloat16)
-    for first in tl.static_range(0, BLOCK_D, WIDTH):
-        columns = first + tl.arange(0, WIDTH)
-        signs = _signs(channels, first, tl.bfloat16, WIDTH, TURNED, WHOLE)
-        sums = dot_16bit(low, signs, dot_16bit(high, signs))  # x R, x in two parts
-        sums *= (_factors(columns, TURNED, WHOLE) * scale)[None, :]
-        written = inside[:, None] & (columns[None, :] < head_dim)
-        at = out + rows[:, None] * stride + columns[None, :]
-        tl.store(at, to_16bit(sums, out.dtype.element_ty), mask=written)
+    if ROLLED:
+        for first in tl.range(0, BLOCK_D, WIDTH, num_stages=1):
+            _store_turned(out, rows, stride, inside, high, low, scale, first, head_dim, TURNED, WIDTH)
+    else:
+        for first in tl.static_range(0, BLOCK_D, WIDTH):
+            _store_turned(out, rows, stride, inside, high, low, scale, first, head_dim, TURNED, WIDTH)
+
+
+@triton.jit
+def _store_turned(
+    out, rows, stride, inside, high, low, scale, first, head_dim: tl.constexpr, TURNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The same of some channels from ``first`` on."""
+    BLOCK_D: tl.constexpr = high.shape[1]
+    WHOLE: tl.constexpr = TURNED == BLOCK_D
+    channels = tl.arange(0, BLOCK_D)
+    columns = first + tl.arange(0, WIDTH)
+    signs = _signs(channels, first, tl.bfloat16, WIDTH, TURNED, WHOLE)
+    sums = dot_16bit(low, signs, dot_16bit(high, signs))  # x R, x in two parts
+    sums *= (_factors(columns, TURNED, WHOLE) * scale)[None, :]
+    written = inside[:, None] & (columns[None, :] < head_dim)
+    at = out + rows[:, None] * stride + columns[None, :]
+    tl.store(at, to_16bit(sums, out.dtype.element_ty), mask=written)

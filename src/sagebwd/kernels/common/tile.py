@@ -314,32 +314,39 @@ def load_block(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VARLEN: tl.constexpr,
+    FIRST_D: tl.constexpr = 0,
 ):
     """Rows [first, first + BLOCK) of a sequence, whose rows begin at x; of the descriptor ``tma`` if not None.
 
-    TMA reads past the end of a packed sequence, what NaN is there too.
+    Channels from FIRST_D on, without TMA. TMA reads past the end of a packed sequence, what NaN is there too.
     """
     if tma is not None:
         tile = tma.load([0 if VARLEN else batch, head, start + first, 0])
         return tile.reshape(BLOCK, BLOCK_D)
     else:
-        columns = tl.arange(0, BLOCK_D)
+        columns = FIRST_D + tl.arange(0, BLOCK_D)
         x += first.to(tl.int64) * stride_t
-        EVEN: tl.constexpr = head_dim == BLOCK_D
+        EVEN: tl.constexpr = head_dim >= FIRST_D + BLOCK_D
         return load_rows(x, tl.arange(0, BLOCK), columns, stride_t, tokens - first, head_dim, EVEN_ROWS, EVEN)
 
 
 @triton.jit
-def load_transposed(x, z, blocks, block, head_dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    """Block ``block`` of head ``z`` of a transposed copy, as (tokens, head_dim); TMA: x is a descriptor."""
+def load_transposed(
+    x, z, blocks, block, head_dim, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+    FIRST_D: tl.constexpr = 0,
+):  # fmt: skip
+    """Block ``block`` of head ``z`` of a transposed copy, as (tokens, channels from FIRST_D on).
+
+    TMA: x is a descriptor, of all channels.
+    """
     if TMA:
         return x.load([z.to(tl.int32), 0, block * BLOCK]).reshape(BLOCK_D, BLOCK).T
     else:
-        columns = tl.arange(0, BLOCK_D)
+        columns = FIRST_D + tl.arange(0, BLOCK_D)
         pitch = blocks * BLOCK
         x += z.to(tl.int64) * head_dim * pitch + block * BLOCK
         at = x + tl.arange(0, BLOCK)[:, None] + columns[None, :] * pitch
-        if head_dim == BLOCK_D:
+        if head_dim >= FIRST_D + BLOCK_D:
             return tl.load(at)
         else:
             return tl.load(at, mask=columns[None, :] < head_dim, other=0)

@@ -18,8 +18,8 @@ NO_SPECIALIZE = ["tokens", "total", "blocks", "grid"]
 
 
 def pass_warps(block: int, head_dim: int) -> int:
-    """Warps of a pass over blocks of tokens: 64 elements a thread."""
-    return max(4, block * padded_head_dim(head_dim) // 2048)
+    """Warps of a pass over blocks of tokens: 64 elements a thread, more where a program has no more warps."""
+    return min(32, max(4, block * padded_head_dim(head_dim) // 2048))
 
 
 def launch_pass(

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from sagebwd.call import Call, padded_head_dim
+from sagebwd.numerics import MOST_ROTATED
 from sagebwd.recipe import INT8, Recipe
 
 
@@ -48,9 +49,27 @@ class Config:
     def options(self, call: Call) -> dict[str, int | float | bool | None]:
         """What Triton takes at a launch, and what all kernels take of a call by name."""
         return {
-            **call.band, "scale": call.scale, "head_dim": call.head_dim, "BLOCK_D": call.block_d,
-            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers,
+            **call.band, "scale": call.scale, "head_dim": call.head_dim, "num_warps": self.warps,
+            "num_stages": self.stages, "maxnreg": self.registers,
         }  # fmt: skip
+
+
+# Channels of a tile at most, and of a block of R. Beyond them a call is wide: outputs are of two slices of channels,
+# and S and dP, which both need, are added up by pieces of channels. Forward launches a program for each slice, which
+# finds S anew, at half the cost of 16 bits. A program of backward, of fewer rows, has both: S and dP anew would be
+# half as much work again.
+SLICE = MOST_ROTATED
+
+
+def slices(head_dim: int) -> list[tuple[int, int]]:
+    """First channel and columns of a tile of each slice."""
+    return [(first, padded_head_dim(min(SLICE, head_dim - first))) for first in range(0, head_dim, SLICE)]
+
+
+def tiles_of(head_dim: int) -> dict[str, int]:
+    """What a kernel that has all channels takes: columns of its tiles, and of those of the rest of a wide call."""
+    first, *rest = (width for _, width in slices(head_dim))
+    return {"BLOCK_D": first, "REST": sum(rest)}
 
 
 # (kernel, head_dim padded to a power of two, block of the axis that the kernel reduces over) -> configuration.
@@ -61,18 +80,23 @@ _HOPPER: dict[tuple[str, int, int], Config] = {
     ("forward", 64, 32): Config(64, 4, 3, tma=True, registers=168),
     ("forward", 128, 32): Config(64, 4, 2, tma=True, registers=168),
     ("forward", 256, 32): Config(64, 4, 2, tma=True),
+    # two slices of 256 channels; chosen from SASS, never timed
+    ("forward", 512, 32): Config(64, 8, 3),
     # dK and dV in FP32 fill the registers: 4 warps, and at head_dim 64 a cap that lets three programs share an SM
     ("dkdv", 64, 32): Config(64, 4, 2, tma=True, registers=168),
     ("dkdv", 64, 128): Config(64, 4, 2, tma=True),
     ("dkdv", 128, 32): Config(64, 4, 2, tma=True),
     ("dkdv", 256, 32): Config(64, 8, 1),
+    ("dkdv", 512, 32): Config(32, 8, 2),
     # steps of 64 queries fit the registers as `token`'s do; chosen from SASS
     ("dkdv_given", 64, 32): Config(64, 4, 2, tma=True, registers=168, step=64),
     ("dkdv_given", 128, 32): Config(64, 4, 2, tma=True, step=64),
     ("dkdv_given", 256, 32): Config(64, 8, 1, step=64),
+    ("dkdv_given", 512, 32): Config(32, 8, 2, step=64),
     ("dq", 64, 32): Config(64, 4, 3, tma=True),
     ("dq", 128, 32): Config(64, 4, 3, tma=True),
     ("dq", 256, 32): Config(64, 8, 1),
+    ("dq", 512, 32): Config(32, 8, 2),
 }
 # The same where a scale group spans a tile's rows: (kernel, padded head_dim, rows) -> configuration.
 _HOPPER_WHOLE: dict[tuple[str, int, int], Config] = {
@@ -86,13 +110,16 @@ _PORTABLE: dict[tuple[str, int, int], Config] = {
     # S, P and O of 64 rows spill at 4 warps once a block holds 128 keys
     ("forward", 128, 128): Config(64, 8, 2),
     ("forward", 256, 32): Config(64, 8, 1),
+    ("forward", 512, 32): Config(64, 8, 2),
     ("dkdv", 64, 32): Config(64, 4, 2),
     # dK and dV alone are 128 registers a thread at 4 warps
     ("dkdv", 128, 32): Config(64, 8, 1),
     ("dkdv", 256, 32): Config(32, 8, 1),
+    ("dkdv", 512, 32): Config(32, 8, 2),
     ("dkdv_given", 64, 32): Config(64, 4, 2, step=64),
     ("dkdv_given", 128, 32): Config(64, 8, 1, step=64),
     ("dkdv_given", 256, 32): Config(32, 8, 1, step=64),
+    ("dkdv_given", 512, 32): Config(32, 8, 2, step=64),
     ("dq", 64, 32): Config(64, 4, 2),
     # 64 rows against 128 keys spill on sm_100 and sm_120
     ("dq", 64, 128): Config(32, 4, 2),
@@ -100,6 +127,7 @@ _PORTABLE: dict[tuple[str, int, int], Config] = {
     # a second stage would not fit beside 128 keys
     ("dq", 128, 128): Config(64, 8, 1),
     ("dq", 256, 32): Config(32, 8, 1),
+    ("dq", 512, 32): Config(32, 8, 2),
 }
 # sm_80 to sm_89, INT8 products of 64 queries and 128 keys, as `token` has them: by a sweep on an H100 that ran these
 # cards' instructions. 64 rows by 8 warps take layout {1, 8}, in which P and dS cross shared memory in every step.

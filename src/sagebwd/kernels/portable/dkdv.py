@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.common.rotation import store_turned
+from sagebwd.kernels.common.rotation import part_of, store_turned
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, rows_of, tile_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
@@ -42,9 +42,10 @@ from sagebwd.kernels.portable.blocks import (
     steps_of,
     within,
 )
-from sagebwd.kernels.portable.config import Config, tiles_of_keys
+from sagebwd.kernels.portable.config import SLICE, Config, tiles_of, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
+from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
 from sagebwd.kernels.portable.recompute import (
     accumulate,
     int8_product,
@@ -53,6 +54,7 @@ from sagebwd.kernels.portable.recompute import (
     score_gradients,
     scores_of,
 )
+from sagebwd.kernels.portable.softmax import times
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
@@ -104,8 +106,8 @@ class KeyTile(NamedTuple):
     first: tl.tensor
     left: tl.tensor  # from the first on
     numbers: tl.tensor  # from the first on, too
-    k: tl.tensor
-    v: tl.tensor
+    k: tl.tensor | Rows
+    v: tl.tensor | Rows
     k_scale: tl.tensor | None  # where S is INT8; with the softmax scale in base 2 where Q's scales are one a token
     v_scale: tl.tensor | None  # where dP is INT8
     keep: tl.tensor
@@ -127,16 +129,19 @@ class QueryBlock(NamedTuple):
 
 @triton.jit
 def load_keys(
-    k, v, batch, head, start, keys, left, head_dim: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
+    k, v, batch, head, start, keys, left, head_dim: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """K and V of a program, whose first key is ``start``, counted over all sequences."""
+    """K and V of a program, whose first key is ``start``, counted over all sequences; `Rows` of them if WIDE."""
     EVEN: tl.constexpr = head_dim == BLOCK_D
     columns = tl.arange(0, BLOCK_D)
     k_at = row_of(k, batch, head, start)
     v_at = row_of(v, batch, head, start)
-    k_tile = load_rows(k_at, keys, columns, pitch_of(k), left, head_dim, False, EVEN)
-    v_tile = load_rows(v_at, keys, columns, pitch_of(v), left, head_dim, False, EVEN)
-    return k_tile, v_tile
+    if WIDE:
+        return Rows(k_at, keys, pitch_of(k), left), Rows(v_at, keys, pitch_of(v), left)
+    else:
+        k_tile = load_rows(k_at, keys, columns, pitch_of(k), left, head_dim, False, EVEN)
+        v_tile = load_rows(v_at, keys, columns, pitch_of(v), left, head_dim, False, EVEN)
+        return k_tile, v_tile
 
 
 @triton.jit
@@ -151,11 +156,15 @@ def keys_that_count(key_mask, batch, first, keys, left, tokens):
 
 @triton.jit
 def probabilities(
-    keys, block, q_tile, row_lse, row_scale, s_scale, scale_2, mask, elements, entry, bounds, MASKED: tl.constexpr,
-    VARLEN: tl.constexpr,
+    keys, block, q_tile, row_lse, row_scale, s_scale, scale_2, mask, elements, entry, bounds, head_dim: tl.constexpr,
+    INT8: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """P^T of a block of queries, 0 where masked, and which of its pairs are visible, of a block that may be cut."""
-    s = scores_of(keys.k, q_tile, keys.k_scale, row_scale, s_scale, scale_2)  # (1) [GEMM] S^T = K Q^T
+    if WIDE:
+        s = scores_by_pieces(keys.k, q_tile, head_dim, not MASKED)  # S^T = K Q^T
+    else:
+        s = times(keys.k, q_tile)  # (1) [GEMM] S^T = K Q^T
+    s = scores_of(s, keys.k_scale, row_scale, s_scale, scale_2, INT8)
     if mask is not None and MASKED:
         element = load_elements(
             mask, elements, entry, block.first, keys.first, block.numbers[None, :], keys.numbers[:, None], block.left,
@@ -178,12 +187,14 @@ def probabilities(
 @triton.jit
 def add_dv(
     acc, p, p_int8, p_scale, do_tile, do_t, do_rows, do_scale, keys, block, steps_q, groups, head_dim: tl.constexpr,
-    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
+    BLOCK_D: tl.constexpr, FIRST_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """(5) [GEMM] dV += P^T dO, INT8 where there is a do_t; do_rows: dO in 16 bit where do_tile has codes, or None."""
     if do_t is not None:
         BLOCK_Q: tl.constexpr = p.shape[1]
-        operand = load_transposed(do_t, block.z, steps_q, block.before + block.number, head_dim, BLOCK_Q, BLOCK_D, TMA)
+        operand = load_transposed(
+            do_t, block.z, steps_q, block.before + block.number, head_dim, BLOCK_Q, BLOCK_D, TMA, FIRST_D
+        )
         part = int8_product(p_int8, operand)  # P^T dO
         p_scale = p_scale * tl.load(do_scale + block.tile)
         return accumulate(acc, part, p_scale, groups.P_PER_KEY)  # dV += P^T dO
@@ -191,8 +202,8 @@ def add_dv(
         if do_rows is not None:
             rows_at = row_of(do_rows, keys.batch, block.head, block.start + block.first)
             do_tile = load_rows(
-                rows_at, block.numbers, tl.arange(0, BLOCK_D), pitch_of(do_rows), block.left, head_dim, not MASKED,
-                head_dim == BLOCK_D,
+                rows_at, block.numbers, FIRST_D + tl.arange(0, BLOCK_D), pitch_of(do_rows), block.left, head_dim,
+                not MASKED, head_dim >= FIRST_D + BLOCK_D,
             )  # fmt: skip
         elif MASKED and VARLEN and TMA:
             do_tile = tl.where((block.numbers < block.left)[:, None], do_tile, 0.0)
@@ -202,18 +213,20 @@ def add_dv(
 @triton.jit
 def add_dk(
     acc, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim: tl.constexpr,
-    BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, FIRST_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """(6) [GEMM] dK += dS^T Q, INT8 where there is a q_t, else with q_rows, Q in 16 bit."""
     if q_t is not None:
         BLOCK_Q: tl.constexpr = ds.shape[1]
-        operand = load_transposed(q_t, block.z, steps_q, block.before + block.number, head_dim, BLOCK_Q, BLOCK_D, TMA)
+        operand = load_transposed(
+            q_t, block.z, steps_q, block.before + block.number, head_dim, BLOCK_Q, BLOCK_D, TMA, FIRST_D
+        )
         return accumulate(acc, int8_product(ds_int8, operand), ds_scale, groups.DS_PER_KEY)  # dK += dS^T Q
     else:
         rows_at = row_of(q_rows, keys.batch, block.head, block.start + block.first)
         operand = load_rows(
-            rows_at, block.numbers, tl.arange(0, BLOCK_D), pitch_of(q_rows), block.left, head_dim, not MASKED,
-            head_dim == BLOCK_D,
+            rows_at, block.numbers, FIRST_D + tl.arange(0, BLOCK_D), pitch_of(q_rows), block.left, head_dim,
+            not MASKED, head_dim >= FIRST_D + BLOCK_D,
         )  # fmt: skip
         return dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dK += dS^T Q
 
@@ -261,8 +274,11 @@ def dkdv_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """dK and dV of one key block of one key head, summed over its query heads. PAD_Q and TILE_K are the recipe's.
+
+    REST: columns of a tile of a wide call's channels from BLOCK_D on, or 0.
 
     q, k, v, do, dk, q_rows, do_rows: `Strided`; dv lies as dk does. q, k: operands of S, codes or 16-bit rows; v, do:
     of dP, codes where there is a v_scale. q_t, do_t: transposed codes, where dK and dV are INT8, else
@@ -273,6 +289,7 @@ def dkdv_kernel(
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
     TMA: tl.constexpr = q_tma is not None
+    WIDE: tl.constexpr = REST > 0
     STEPS: tl.constexpr = PAD_Q // BLOCK_Q
     INT8_S: tl.constexpr = k.at.dtype.element_ty == tl.int8
     block_k, batch_head = block_in_sequence(grid, heads_k, cu_seqlens_k, tokens_k, BLOCK_K, VARLEN)
@@ -290,7 +307,7 @@ def dkdv_kernel(
     bounds = Bounds(lower, upper, HAS_LOWER, HAS_UPPER)
     queries = tl.arange(0, BLOCK_Q)
     numbers, left = tl.arange(0, BLOCK_K), length_k - first_k
-    k_tile, v_tile = load_keys(k, v, batch, head_k, start_k + first_k, numbers, left, head_dim, BLOCK_K, BLOCK_D)
+    k_tile, v_tile = load_keys(k, v, batch, head_k, start_k + first_k, numbers, left, head_dim, BLOCK_D, WIDE)
     scale_2 = scale * LOG2_E
     # Triton 3.6 returns no None from a function, so that what may be one is loaded here
     key_scale, value_scale = None, None
@@ -310,6 +327,9 @@ def dkdv_kernel(
 
     acc_k = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
     acc_v = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    if WIDE:
+        rest_k = tl.zeros((BLOCK_K, REST), tl.float32)
+        rest_v = tl.zeros((BLOCK_K, REST), tl.float32)
     padded_q = padded_block(start_q, batch, PAD_Q, VARLEN)
     steps_q, step_0 = blocks_q * STEPS, padded_q * STEPS
     for member in tl.range(0, group):
@@ -332,10 +352,13 @@ def dkdv_kernel(
                 block = QueryBlock(
                     head, z_q, start_q, first_q, length_q - first_q, queries, number, step_0, tile
                 )  # fmt: skip
-                q_tile = load_block(
-                    q_at, q_tma, batch, head, start_q, first_q, length_q, pitch_of(q), head_dim, not masked,
-                    BLOCK_Q, BLOCK_D, VARLEN,
-                )  # fmt: skip
+                if WIDE:
+                    q_tile = Rows(q_at + first_q.to(tl.int64) * pitch_of(q), queries, pitch_of(q), block.left)
+                else:
+                    q_tile = load_block(
+                        q_at, q_tma, batch, head, start_q, first_q, length_q, pitch_of(q), head_dim, not masked,
+                        BLOCK_Q, BLOCK_D, VARLEN,
+                    )  # fmt: skip
                 row_lse, row_delta, row_scale, of_do = load_row_values(row_values, tile_0 * STEPS + number, BLOCK_Q)
                 block_scale, s_scale, p_max, ds_max = None, None, None, None
                 if not groups.Q_TOKEN:
@@ -347,15 +370,20 @@ def dkdv_kernel(
                     ds_max = tl.load(maxima + number // STEPS * 2 + 1)
                 p, keep = probabilities(  # P^T = exp2(S^T - lse), S^T = K Q^T
                     keys, block, q_tile, row_lse, row_scale, s_scale, scale_2, mask, elements, listed + i, bounds,
-                    masked, VARLEN,
+                    head_dim, INT8_S, masked, VARLEN, WIDE,
                 )  # fmt: skip
-                do_tile = load_block(
-                    do_at, do_tma, batch, head, start_q, first_q, length_q, pitch_of(do), head_dim, not masked,
-                    BLOCK_Q, BLOCK_D, VARLEN,
-                )  # fmt: skip
+                if WIDE:
+                    do_tile = Rows(do_at + first_q.to(tl.int64) * pitch_of(do), queries, pitch_of(do), block.left)
+                else:
+                    do_tile = load_block(
+                        do_at, do_tma, batch, head, start_q, first_q, length_q, pitch_of(do), head_dim, not masked,
+                        BLOCK_Q, BLOCK_D, VARLEN,
+                    )  # fmt: skip
                 # (2) [GEMM] dP^T - delta = V dO^T - delta, and (4) dS^T = P^T * (dP^T - delta); adding up from -delta
                 # keeps one vector less in registers; slower where they are not short
-                ds = score_gradients(p, keys.v, do_tile, keys.v_scale, row_delta[None, :], BLOCK_D > 64)
+                ds = score_gradients(
+                    p, keys.v, do_tile, keys.v_scale, row_delta[None, :], BLOCK_D > 64, head_dim, not masked, WIDE
+                )
                 if v_scale is not None:  # dS is over dO's scale
                     if q_t is not None and groups.Q_TOKEN:
                         row_scale *= of_do
@@ -375,24 +403,46 @@ def dkdv_kernel(
                 if q_t is not None:
                     ds_int8, ds_scale = quantize_ds(ds, ds_max, p_max, row_scale, block_scale, groups)
                 acc_v = add_dv(  # dV += P^T dO
-                    acc_v, p, p_int8, p_scale, do_tile, do_t, None if v_scale is None else do_rows, do_scale, keys,
-                    block, steps_q, groups, head_dim, BLOCK_D, masked, TMA, VARLEN,
+                    acc_v, p, p_int8, p_scale, do_tile, do_t, do_rows, do_scale, keys, block, steps_q, groups,
+                    head_dim, BLOCK_D, 0, masked, TMA, VARLEN,
                 )  # fmt: skip
+                if WIDE:
+                    rest_v = add_dv(
+                        rest_v, p, p_int8, p_scale, do_tile, do_t, do_rows, do_scale, keys, block, steps_q, groups,
+                        head_dim, REST, BLOCK_D, masked, TMA, VARLEN,
+                    )  # fmt: skip
                 acc_k = add_dk(  # dK += dS^T Q
-                    acc_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, BLOCK_D,
+                    acc_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, BLOCK_D, 0,
                     masked, TMA,
                 )  # fmt: skip
+                if WIDE:
+                    rest_k = add_dk(
+                        rest_k, ds, ds_int8, ds_scale, q_t, q_rows, keys, block, steps_q, groups, head_dim, REST,
+                        BLOCK_D, masked, TMA,
+                    )  # fmt: skip
 
-    columns = tl.arange(0, BLOCK_D)
-    out = tile_of(dk, batch, head_k, start_k + first_k, keys.numbers, columns)
+    store_keys(dk, dv, acc_k, acc_v, keys, start_k, scale, 0, head_dim, part_of(groups.TURNED, 0), WIDE)
+    if WIDE:
+        store_keys(dk, dv, rest_k, rest_v, keys, start_k, scale, BLOCK_D, head_dim, part_of(groups.TURNED, 1), WIDE)
+
+
+@triton.jit
+def store_keys(
+    dk, dv, acc_k, acc_v, keys, start, scale, FIRST_D: tl.constexpr, head_dim: tl.constexpr, TURNED: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write dK and dV of a program's keys, of channels from FIRST_D on, of which the rotation has TURNED."""
+    BLOCK_D: tl.constexpr = acc_k.shape[1]
+    columns = FIRST_D + tl.arange(0, BLOCK_D)
+    out = tile_of(dk, keys.batch, keys.head, start + keys.first, keys.numbers, columns)
     written = (keys.numbers < keys.left)[:, None] & (columns[None, :] < head_dim)
-    if not groups.TURNED:
+    if not TURNED:
         tl.store(dk.at + out, to_16bit(acc_k * scale, dk.at.dtype.element_ty), mask=written)
     tl.store(dv + out, to_16bit(acc_v, dv.dtype.element_ty), mask=written)
-    if groups.TURNED:
-        at = row_of(dk, batch, head_k, start_k + first_k)
+    if TURNED:
+        at = row_of(dk, keys.batch, keys.head, start + keys.first) + FIRST_D
         inside = keys.numbers < keys.left
-        store_turned(at, keys.numbers, pitch_of(dk), inside, acc_k, scale, head_dim, groups.TURNED, BLOCK_D)
+        store_turned(at, keys.numbers, pitch_of(dk), inside, acc_k, scale, head_dim - FIRST_D, TURNED, BLOCK_D, WIDE)
 
 
 def launch_dkdv(
@@ -416,6 +466,8 @@ def launch_dkdv(
     """Write dk and dv, which lie alike; the operands as `dkdv_kernel` takes them."""
     recipe, queries, keys = call.recipe, call.queries, call.keys
     kernel = "dkdv" if tile_maxima is None else "dkdv_given"
+    # dV's operand, where dP's is none: that is of codes, or of pieces of channels
+    apart = recipe.dv != INT8 and (v_scale is not None or call.head_dim > SLICE)
 
     def run(config: Config) -> None:
         tma = {}
@@ -444,7 +496,7 @@ def launch_dkdv(
             tma.get("q_t", q_t),
             tma.get("do_t", do_t),
             None if recipe.dk == INT8 else Strided.of(q_rows, queries),
-            None if v_scale is None or recipe.dv == INT8 else Strided.of(do_rows, queries),
+            Strided.of(do_rows, queries) if apart else None,
             row_values,
             tile_maxima,
             Strided.of(dk, keys),
@@ -463,6 +515,7 @@ def launch_dkdv(
             TILE_K=recipe.block_k,
             BLOCK_Q=block_q,
             BLOCK_K=config.rows,
+            **tiles_of(call.head_dim),
             **config.options(call),
         )
 

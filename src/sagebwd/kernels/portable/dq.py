@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Call
-from sagebwd.kernels.common.rotation import store_turned
+from sagebwd.kernels.common.rotation import part_of, store_turned
 from sagebwd.kernels.common.strided import Strided, head_of, pitch_of, row_of, rows_of
 from sagebwd.kernels.common.tile import (
     LOG2_E,
@@ -39,9 +39,10 @@ from sagebwd.kernels.portable.blocks import (
     visible_pairs,
     work_tile_of,
 )
-from sagebwd.kernels.portable.config import Config, tiles_of_keys
+from sagebwd.kernels.portable.config import Config, tiles_of, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.lists import masks_of
+from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
 from sagebwd.kernels.portable.recompute import (
     accumulate,
     int8_product,
@@ -51,6 +52,7 @@ from sagebwd.kernels.portable.recompute import (
     score_gradients,
     scores_of,
 )
+from sagebwd.kernels.portable.softmax import times
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
@@ -99,8 +101,11 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """dQ of one query block of one head. BLOCK_K is the recipe's; PAD_Q is the block row_values are padded to.
+
+    REST: columns of a tile of a wide call's channels from BLOCK_D on, or 0.
 
     q, k, v, do, dq, k_rows: `Strided`; q and k: operands of S; v and do: of dP, codes where there is a v_scale. k_t:
     transposed codes where dQ is INT8, else None, and k_rows its 16-bit operand. k_tma, v_tma: descriptors of k and v,
@@ -109,7 +114,8 @@ def dq_kernel(
     rotation whose codes k_t has, or 0.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    EVEN: tl.constexpr = head_dim == BLOCK_D
+    WIDE: tl.constexpr = REST > 0
+    EVEN: tl.constexpr = head_dim >= BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     INT8_DQ: tl.constexpr = k_t is not None
     INT8_DP: tl.constexpr = v_scale is not None
@@ -135,8 +141,12 @@ def dq_kernel(
     inside = queries < left_q
     q_at = row_of(q, work_tile.batch, work_tile.head, start_q + first_q)
     do_at = row_of(do, work_tile.batch, work_tile.head, start_q + first_q)
-    q_tile = load_rows(q_at, queries, columns, pitch_of(q), left_q, head_dim, False, EVEN)
-    do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
+    if WIDE:
+        q_tile = Rows(q_at, queries, pitch_of(q), left_q)
+        do_tile = Rows(do_at, queries, pitch_of(do), left_q)
+    else:
+        q_tile = load_rows(q_at, queries, columns, pitch_of(q), left_q, head_dim, False, EVEN)
+        do_tile = load_rows(do_at, queries, columns, pitch_of(do), left_q, head_dim, False, EVEN)
     sequence_q = padded_block(start_q, work_tile.batch, PAD_Q, VARLEN)
     padded_q = (z_q * blocks_q + sequence_q) * PAD_Q + first_q
     row_lse, row_delta, row_scale, do_scale = load_row_values_of(row_values, padded_q + queries, inside)
@@ -165,6 +175,8 @@ def dq_kernel(
     # a NaN anywhere in a query's row is in its delta, and must be in its dQ
     poison = row_delta * 0 if DS_PER_QUERY else tl.sum(row_delta * 0, 0)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    if WIDE:
+        rest = tl.zeros((BLOCK_Q, REST), tl.float32)
     for masked in tl.static_range(2):
         count, listed = steps_of(n_range, lists, masked)
         for i in tl.range(0, count):
@@ -172,17 +184,23 @@ def dq_kernel(
             first_k = block * BLOCK_K
             first_64 = first_k.to(tl.int64)
             left = length_k - first_k
-            k_tile = load_block(
-                k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
-                not masked, BLOCK_K, BLOCK_D, VARLEN,
-            )  # fmt: skip
+            if not WIDE:
+                k_tile = load_block(
+                    k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN,
+                )  # fmt: skip
             key_scale, block_scale = None, None
             if INT8_S or INT8_DQ:
                 if not K_TOKEN:
                     block_scale = tl.load(k_scale + first_k)
                 else:
                     key_scale = load_scales(k_scale, first_k, keys, left, masked)
-            s = scores_of(q_tile, k_tile, row_scale, key_scale, block_scale, scale_2)  # (1) [GEMM] S = Q K^T
+            if WIDE:
+                k_tile = Rows(k_at + first_64 * pitch_of(k), keys, pitch_of(k), left)
+                s = scores_by_pieces(q_tile, k_tile, head_dim, not masked)  # S = Q K^T
+            else:
+                s = times(q_tile, k_tile)  # (1) [GEMM] S = Q K^T
+            s = scores_of(s, row_scale, key_scale, block_scale, scale_2, INT8_S)
             if mask is not None and masked:
                 element = load_elements(
                     mask, elements, listed + i, first_q, first_k, queries[:, None], keys[None, :], left_q, left
@@ -195,18 +213,22 @@ def dq_kernel(
                 if mask is not None:
                     keep = keep & shows(element, mask)
                 p = tl.where(keep, p, 0.0)
-            v_tile = load_block(
-                v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
-                not masked, BLOCK_K, BLOCK_D, VARLEN,
-            )  # fmt: skip
+            if WIDE:
+                v_tile = Rows(v_at + first_64 * pitch_of(v), keys, pitch_of(v), left)
+            else:
+                v_tile = load_block(
+                    v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN,
+                )  # fmt: skip
             value_scale = None
             if INT8_DP:
                 value_scale = load_scales(v_scale, first_k, keys, left, masked)[None, :]
             # (2) [GEMM] dP - delta = dO V^T - delta, and (4) dS = P * (dP - delta);
             # rounded as dkdv rounds it, so that the maxima are those of its own tiles
             ds = score_gradients(
-                p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64
-            )
+                p, do_tile, v_tile, value_scale, row_delta[:, None], tile_maxima is not None and BLOCK_D > 64,
+                head_dim, not masked, WIDE,
+            )  # fmt: skip
             if INT8_DP and not DO_SCALE_LAST:
                 ds = ds * do_scale[:, None]
             if masked and (key_mask is not None or VARLEN):  # V of a masked key, or past the end, need not be finite
@@ -228,22 +250,45 @@ def dq_kernel(
                 TMA: tl.constexpr = k_tma is not None
                 operand = load_transposed(k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, BLOCK_D, TMA)
                 acc = accumulate(acc, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # (7) dQ += dS K
+                if WIDE:
+                    operand = load_transposed(
+                        k_t, z_k, blocks_k, padded_k + block, head_dim, BLOCK_K, REST, TMA, BLOCK_D
+                    )
+                    rest = accumulate(rest, int8_product(ds_int8, operand), ds_scale, DS_PER_QUERY)  # dQ += dS K
             else:
                 operand = load_rows(
                     rows_at + first_64 * pitch_of(k_rows), keys, columns, pitch_of(k_rows), left, head_dim,
                     not masked, EVEN,
                 )  # fmt: skip
                 acc = dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # (7) dQ += dS K
+                if WIDE:
+                    operand = load_rows(
+                        rows_at + first_64 * pitch_of(k_rows), keys, BLOCK_D + tl.arange(0, REST), pitch_of(k_rows),
+                        left, head_dim, not masked, head_dim == BLOCK_D + REST,
+                    )  # fmt: skip
+                    rest = dot_16bit(to_16bit(ds, operand.dtype), operand, rest)  # dQ += dS K
 
     if DO_SCALE_LAST:
         acc *= do_scale[:, None]
     out = row_of(dq, work_tile.batch, work_tile.head, start_q + first_q)
+    store_rows(out, pitch_of(dq), queries, inside, acc, scale, head_dim, part_of(TURNED, 0), WIDE)
+    if WIDE:
+        store_rows(
+            out + BLOCK_D, pitch_of(dq), queries, inside, rest, scale, head_dim - BLOCK_D, part_of(TURNED, 1), WIDE
+        )  # fmt: skip
+
+
+@triton.jit
+def store_rows(out, pitch, rows, inside, acc, scale, head_dim: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr):
+    """Write acc scale, times the rotation of so many channels, to the rows that are ``inside``."""
+    BLOCK_D: tl.constexpr = acc.shape[1]
     if TURNED:
-        store_turned(out, queries, pitch_of(dq), inside, acc, scale, head_dim, TURNED, BLOCK_D)
+        store_turned(out, rows, pitch, inside, acc, scale, head_dim, TURNED, BLOCK_D, WIDE)
     else:
-        out = out + queries[:, None] * pitch_of(dq) + columns[None, :]
+        columns = tl.arange(0, BLOCK_D)
         written = inside[:, None] & (columns[None, :] < head_dim)
-        tl.store(out, to_16bit(acc * scale, dq.at.dtype.element_ty), mask=written)
+        found = to_16bit(acc * scale, out.dtype.element_ty)
+        tl.store(out + rows[:, None] * pitch + columns[None, :], found, mask=written)
 
 
 def launch_dq(
@@ -304,6 +349,7 @@ def launch_dq(
             PAD_Q=recipe.block_q,
             BLOCK_Q=config.rows,
             BLOCK_K=config.block_k(recipe),
+            **tiles_of(call.head_dim),
             **config.options(call),
         )
 

@@ -7,6 +7,7 @@ from sagebwd.recipe import INT8, SIXTEEN_BIT
 
 NAME, MODULE = "triton", "sagebwd.kernels.portable.launch"
 _TILES = {"block_q": BLOCKS, "block_k": BLOCKS, "p_levels": (127, 254)}
+_WIDE = {"k_scale": ("token", "block"), "dp": (SIXTEEN_BIT,)}
 _WIDTHS = f"1 to {MAX_HEAD_DIM}"
 
 
@@ -20,14 +21,15 @@ FAMILY = Family(
     NAME,
     Row(
         FORWARD, NAME, MODULE, KERNEL_DTYPES, {"first_keys": (0, 16), **_TILES}, form, _WIDTHS, means=2,
-        powers_of_two=True,
+        powers_of_two=True, wide_fields=_WIDE,
     ),
     Row(
         BACKWARD, NAME, MODULE, KERNEL_DTYPES,
         {**dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT)), **_TILES}, form, _WIDTHS, powers_of_two=True,
+        wide_fields=_WIDE,
     ),
     auto="token",
-    gpu="a CUDA device",
-    runs_on=lambda capability: capability > 0,
+    gpu="a GPU of compute capability 8.0 or more",
+    runs_on=lambda capability: capability >= 80,
     interpreted=True,
 )  # fmt: skip

@@ -13,7 +13,8 @@ from sagebwd.kernels.common.strided import ONE, Strided, pitch_of, rows_of
 from sagebwd.kernels.common.tile import LOG2_E, dot_16bit, load_rows, to_16bit
 from sagebwd.kernels.portable.blocks import BlockRange, shows, within
 from sagebwd.kernels.portable.lists import Listed, strides
-from sagebwd.kernels.portable.softmax import probabilities, scores
+from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
+from sagebwd.kernels.portable.softmax import probabilities, scores, times
 
 
 class FirstKeys(NamedTuple):
@@ -72,14 +73,15 @@ def cut_first_block(n_range):
 @triton.jit
 def first_products(
     first_keys, q_tile, row_scale, k, pitch, k_scale, v, work_tile, owner, queries, inside, bounds, mask, columns,
-    scale_2, head_dim: tl.constexpr, V_SCALE: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale_2, head_dim: tl.constexpr, V_SCALE: tl.constexpr, EVEN: tl.constexpr, INT8: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """m, l and acc of every row over them alone; k: the sequence's, acc in units of V's scale if the sequence's."""
     number = numbers_of(first_keys, work_tile.batch)
     length = work_tile.length_k
-    EVEN: tl.constexpr = head_dim == BLOCK_D
     far = number.to(tl.int64)
-    k_tile = load_rows(k, far, columns, pitch, length, head_dim, False, EVEN)
+    if not WIDE:
+        k_tile = load_rows(k, far, columns, pitch, length, head_dim, False, EVEN)
     v_at = rows_of(
         Strided(first_keys.at, first_keys.batch, first_keys.head, first_keys.token, first_keys.unit), work_tile.batch,
         work_tile.head_k, work_tile.start_k,
@@ -90,7 +92,11 @@ def first_products(
         mean = load_rows(v.mean + owner.to(tl.int64) * head_dim, tl.arange(0, 1), columns, 0, 1, head_dim, True, EVEN)
         v_tile = to_16bit(v_tile.to(tl.float32) - mean, v_tile.dtype)
 
-    s = scores(q_tile, k_tile, k_scale, 0, number, length, scale_2, True, True)  # S = Q K^T
+    if WIDE:
+        s = scores_by_pieces(q_tile, Rows(k, far, pitch, length), head_dim, False)  # S = Q K^T
+    else:
+        s = times(q_tile, k_tile)  # S = Q K^T
+    s = scores(s, k_scale, 0, number, length, scale_2, INT8, True, True)
     keep = within(number[None, :] - queries[:, None], bounds) & (number < length)[None, :]
     if mask is not None:
         of_head = work_tile.batch.to(tl.int64) * first_keys.mask_batch

@@ -43,11 +43,12 @@ from sagebwd.kernels.portable.blocks import (
     visible_pairs,
     work_tile_of,
 )
-from sagebwd.kernels.portable.config import Config
+from sagebwd.kernels.portable.config import Config, slices
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.first_keys import FirstKeys, cut_first_block, first_products, last_of
 from sagebwd.kernels.portable.lists import masks_of
-from sagebwd.kernels.portable.softmax import probabilities, scores
+from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
+from sagebwd.kernels.portable.softmax import probabilities, scores, times
 from sagebwd.kernels.portable.tune import run_best
 from sagebwd.kernels.runtime.program import launch
 from sagebwd.recipe import INT8
@@ -75,14 +76,14 @@ def channels(x, number, columns, head_dim):
 @triton.jit
 def accumulate_int8(
     acc, p, alpha, beta, v, v_tma, column_sum, z_k, block, number, blocks_k, columns, head_dim: tl.constexpr,
-    V_SCALE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_SCALE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, FIRST_D: tl.constexpr,
 ):  # fmt: skip
     """O = alpha O + beta P V of a key block, INT8; V's scale of the sequence is applied at the end.
 
     block: of the head's, each sequence padded; number: of all heads'.
     """
     TMA: tl.constexpr = v_tma is not None
-    v_tile = load_transposed(v_tma if TMA else v.at, z_k, blocks_k, block, head_dim, BLOCK_K, BLOCK_D, TMA)
+    v_tile = load_transposed(v_tma if TMA else v.at, z_k, blocks_k, block, head_dim, BLOCK_K, BLOCK_D, TMA, FIRST_D)
     if v.sum is None:
         LEVELS: tl.constexpr = 127.0
         part = tl.dot(interleave(to_int8(p * 127.0)), v_tile, out_dtype=tl.int32).to(tl.float32)  # P V
@@ -138,15 +139,17 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FIRST_D: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """O and lse of one query block of one head.
+    """O and lse of one query block of one head; of a WIDE one, BLOCK_D channels of O from FIRST_D on.
 
     q, k, o: `Strided`; q and k: codes, or 16-bit rows. v: `Values`. k_tma, v_tma: descriptors of k and v, or None.
     BLOCK_K is the recipe's. row_max: the largest score of each query times log2(e), -inf where it sees no key;
     written where not None. first_keys: `FirstKeys`. mask: `Masked`, or None.
     """
     VARLEN: tl.constexpr = cu_seqlens_q is not None
-    EVEN: tl.constexpr = head_dim == BLOCK_D
+    EVEN: tl.constexpr = head_dim >= FIRST_D + BLOCK_D
     INT8_S: tl.constexpr = q.at.dtype.element_ty == tl.int8
     # the last queries see the most keys: start them first
     block_q, batch_head = in_sequence(
@@ -173,10 +176,13 @@ def forward_kernel(
 
     rows = tl.arange(0, BLOCK_Q)
     keys = tl.arange(0, BLOCK_K)
-    columns = tl.arange(0, BLOCK_D)
+    columns = FIRST_D + tl.arange(0, BLOCK_D)
     q_at = row_of(q, work_tile.batch, work_tile.head, start_q + first_q)
     k_at = rows_of(k, work_tile.batch, work_tile.head_k, start_k)
-    q_tile = load_rows(q_at, rows, columns, pitch_of(q), length_q - first_q, head_dim, False, EVEN)
+    if WIDE:
+        q_tile = Rows(q_at, rows, pitch_of(q), length_q - first_q)
+    else:
+        q_tile = load_rows(q_at, rows, columns, pitch_of(q), length_q - first_q, head_dim, False, EVEN)
     row = z_q * total_q + start_q + first_q + rows
     inside = first_q + rows < length_q
     row_scale = None
@@ -202,7 +208,7 @@ def forward_kernel(
         n_range = cut_first_block(n_range)
         m, l, acc = first_products(
             first_keys, q_tile, row_scale, k_at, pitch_of(k), k_scale, v, work_tile, owner, first_q + rows, inside,
-            bounds, mask, columns, scale_2, head_dim, V_SCALE, BLOCK_D,
+            bounds, mask, columns, scale_2, head_dim, V_SCALE, EVEN, INT8_S, WIDE,
         )  # fmt: skip
     for masked in tl.static_range(2):
         count, listed = steps_of(n_range, lists, masked)
@@ -213,11 +219,16 @@ def forward_kernel(
             column_sum = None
             if INT8_O and v.sum is not None:  # long before it is needed, or every block waits for memory
                 column_sum = channels(v.sum, block_k + block, columns, head_dim)
-            k_tile = load_block(
-                k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
-                not masked, BLOCK_K, BLOCK_D, VARLEN,
-            )  # fmt: skip
-            s = scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN, masked)  # (1) [GEMM] S = Q K^T
+            if WIDE:
+                k_rows = Rows(k_at + first_k.to(tl.int64) * pitch_of(k), keys, pitch_of(k), left)
+                s = scores_by_pieces(q_tile, k_rows, head_dim, not masked)  # S = Q K^T
+            else:
+                k_tile = load_block(
+                    k_at, k_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(k), head_dim,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN,
+                )  # fmt: skip
+                s = times(q_tile, k_tile)  # (1) [GEMM] S = Q K^T
+            s = scores(s, k_scale, first_k, keys, left, scale_2, INT8_S, K_TOKEN, masked)
             missing_scale = row_scale  # Q's, which S still lacks
             if masked:
                 keep = visible_pairs(first_q, rows, first_k, keys, left, bounds, key_mask)
@@ -248,12 +259,12 @@ def forward_kernel(
             if INT8_O:
                 acc = accumulate_int8(  # (4) [GEMM] O = alpha O + beta P V
                     acc, p, alpha, beta, v, v_tma, column_sum, z_k, padded_k + block, block_k + block, blocks_k,
-                    columns, head_dim, V_SCALE, BLOCK_K, BLOCK_D,
+                    columns, head_dim, V_SCALE, BLOCK_K, BLOCK_D, FIRST_D,
                 )  # fmt: skip
             else:
                 v_tile = load_block(
                     v_at, v_tma, work_tile.batch, work_tile.head_k, start_k, first_k, length_k, pitch_of(v), head_dim,
-                    not masked, BLOCK_K, BLOCK_D, VARLEN,
+                    not masked, BLOCK_K, BLOCK_D, VARLEN, FIRST_D,
                 )  # fmt: skip
                 if masked and VARLEN and v_tma is not None:  # P is 0 there, but 0 times the next sequence's NaN is NaN
                     v_tile = tl.where((keys < left)[:, None], v_tile, 0.0)
@@ -270,10 +281,11 @@ def forward_kernel(
     out = row_of(o, work_tile.batch, work_tile.head, start_q + first_q)
     written = inside[:, None] & (columns[None, :] < head_dim)
     tl.store(out + rows[:, None] * pitch_of(o) + columns[None, :], to_16bit(acc, o.at.dtype.element_ty), mask=written)
-    log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)  # lse = ln(2) (m + log2(l))
-    tl.store(lse + row, log, mask=inside)
-    if row_max is not None:
-        tl.store(row_max + row, m, mask=inside)
+    if FIRST_D == 0:
+        log = tl.where(empty & (l == 0), float("-inf"), (m + tl.log2(l)) * LN_2)  # lse = ln(2) (m + log2(l))
+        tl.store(lse + row, log, mask=inside)
+        if row_max is not None:
+            tl.store(row_max + row, m, mask=inside)
 
 
 def launch_forward(
@@ -299,36 +311,41 @@ def launch_forward(
             v_view = (transposed_view(v.at, call.head_dim), block[::-1]) if o_int8 else (keys.view(v.at), block)
             tma = described({"k": (keys.view(k), block), "v": v_view}) or {}
         grid = queries.blocks(config.rows)
-        launch(
-            forward_kernel,
-            (grid * queries.heads_in_all,),
-            Strided.of(q, queries),
-            Strided.of(k, keys),
-            v,
-            tma.get("k"),
-            tma.get("v"),
-            q_scale,
-            k_scale,
-            first_keys,
-            Strided.of(o, queries),
-            lse,
-            row_max,
-            *masks_of(call),
-            queries.heads,
-            call.group,
-            queries.extent,
-            keys.extent,
-            queries.total,
-            keys.total,
-            keys.blocks(config.block_k(recipe)),
-            grid,
-            INT8_O=o_int8,
-            K_TOKEN=recipe.k_scale != "block",
-            V_SCALE=recipe.v_scale,
-            BLOCK_Q=config.rows,
-            BLOCK_K=config.block_k(recipe),
-            **config.options(call),
-        )
+        parts = slices(call.head_dim)
+        for first, width in parts:
+            launch(
+                forward_kernel,
+                (grid * queries.heads_in_all,),
+                Strided.of(q, queries),
+                Strided.of(k, keys),
+                v,
+                tma.get("k"),
+                tma.get("v"),
+                q_scale,
+                k_scale,
+                first_keys,
+                Strided.of(o, queries),
+                lse,
+                row_max,
+                *masks_of(call),
+                queries.heads,
+                call.group,
+                queries.extent,
+                keys.extent,
+                queries.total,
+                keys.total,
+                keys.blocks(config.block_k(recipe)),
+                grid,
+                INT8_O=o_int8,
+                K_TOKEN=recipe.k_scale != "block",
+                V_SCALE=recipe.v_scale,
+                BLOCK_Q=config.rows,
+                BLOCK_K=config.block_k(recipe),
+                BLOCK_D=width,
+                FIRST_D=first,
+                WIDE=len(parts) > 1,
+                **config.options(call),
+            )
 
     run_best("forward", call, run)
     return lse, row_max

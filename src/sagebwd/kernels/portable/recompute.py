@@ -9,22 +9,22 @@ import triton
 import triton.language as tl
 
 from sagebwd.kernels.common.tile import dot_16bit, exp2, interleave
+from sagebwd.kernels.portable.pieces import product
 
 
 @triton.jit
-def scores_of(a, b, row_scale, column_scale, block_scale, scale_2):
-    """a b^T in base 2, ``scale_2`` of 16-bit rows; of codes by the scales, one of which has scale_2 in it.
+def scores_of(s, row_scale, column_scale, block_scale, scale_2, INT8: tl.constexpr):
+    """S in base 2, ``scale_2`` of 16-bit rows; of codes by the scales, one of which has scale_2 in it.
 
     column_scale None: all columns have ``block_scale``.
     """
-    if a.dtype == tl.int8:
-        s = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32)  # S = Q K^T
+    if INT8:
         if column_scale is not None:
             return s * column_scale[None, :] * row_scale[:, None]
         else:
             return s * (row_scale * block_scale)[:, None]
     else:
-        return dot_16bit(a, b.T) * scale_2  # S = Q K^T
+        return s * scale_2
 
 
 @triton.jit
@@ -37,12 +37,17 @@ def recompute_p(s, lse, mask):
 
 
 @triton.jit
-def score_gradients(p, a, b, v_scale, delta, FROM_DELTA: tl.constexpr):
+def score_gradients(
+    p, a, b, v_scale, delta, FROM_DELTA: tl.constexpr, head_dim: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr
+):
     """dS = P * (dP - delta), dP = a b^T = dO V^T; delta broadcast along keys; FROM_DELTA: dP starts from -delta.
 
     Of codes, with V's scale broadcast along queries: dS and delta are over dO's scale, which callers fold into others.
+    WIDE: a and b are `Rows`, none of b's past the end if WHOLE.
     """
-    if a.dtype == tl.int8:
+    if WIDE:
+        dp = product(a, b, tl.zeros(p.shape, tl.float32) - delta, head_dim, WHOLE)  # dP - delta = dO V^T - delta
+    elif a.dtype == tl.int8:
         dp = tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32) * v_scale - delta  # (dP - delta) / s = s_V dO^ V^T - ..
     elif FROM_DELTA:
         dp = dot_16bit(a, b.T, tl.zeros(p.shape, tl.float32) - delta)  # dP - delta = dO V^T - delta

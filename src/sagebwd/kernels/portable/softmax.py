@@ -9,10 +9,18 @@ from sagebwd.kernels.common.tile import dot_16bit, exp2
 
 
 @triton.jit
-def scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN: tl.constexpr, MASKED: tl.constexpr):
-    """S = Q K^T in base 2, without Q's scale if INT8; k_scale: of the sequence."""
-    if q_tile.dtype == tl.int8:
-        s = tl.dot(q_tile, k_tile.T, out_dtype=tl.int32).to(tl.float32)  # S = Q K^T
+def times(a, b):
+    """a b^T in FP32: of codes without their scales, or of 16 bits."""
+    if a.dtype == tl.int8:
+        return tl.dot(a, b.T, out_dtype=tl.int32).to(tl.float32)
+    else:
+        return dot_16bit(a, b.T)
+
+
+@triton.jit
+def scores(s, k_scale, first_k, keys, left, scale_2, INT8: tl.constexpr, K_TOKEN: tl.constexpr, MASKED: tl.constexpr):
+    """S of `times` in base 2, without Q's scale if INT8; k_scale: of the sequence."""
+    if INT8:
         if not K_TOKEN:
             s = s * (tl.load(k_scale + first_k) * scale_2)
         elif MASKED:
@@ -21,7 +29,7 @@ def scores(q_tile, k_tile, k_scale, first_k, keys, left, scale_2, K_TOKEN: tl.co
             s = s * (tl.load(k_scale + first_k + keys) * scale_2)[None, :]
         return s
     else:
-        return dot_16bit(q_tile, k_tile.T) * scale_2  # S = Q K^T
+        return s * scale_2
 
 
 @triton.jit

@@ -68,14 +68,14 @@ class BackwardTile(NamedTuple):
 class Width(NamedTuple):
     """Kernels of one head_dim and value head_dim, which lesser ones are filled up to with zeros.
 
-    No call gets a row without a backward. listed: the forward's tile under a mask of elements, where it is another:
+    listed: the forward's tile under a mask of elements, where it is another:
     blocks of masks have 128 queries or twice as many, and a tile across two meets what either meets.
     """
 
     head_dim: int
     value_dim: int
     forward: ForwardTile
-    backward: BackwardTile | None
+    backward: BackwardTile
     listed: ForwardTile | None = None
 
     def forward_of(self, has_lists: bool) -> ForwardTile:
@@ -118,7 +118,7 @@ WIDTHS = (
 _OF = {row[:2]: row for row in WIDTHS}
 
 # (head_dim, value's) that kernels of both directions run.
-FORMS = tuple(row[:2] for row in WIDTHS if row.backward)
+FORMS = tuple(row[:2] for row in WIDTHS)
 # Those with one number for both.
 HEAD_DIMS = tuple(head_dim for head_dim, value_dim in FORMS if head_dim == value_dim)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -24,10 +24,11 @@ class Ring(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """TMA atoms, or tensors, of K (T, D, H[, B]) and V (D, T, H[, B])."""
+    """TMA atoms, or tensors, of K (T, D, H[, B]), V (D, T, H[, B]), and V where keys are masked."""
 
     k: Any
     v: Any
+    masked_v: Any
 
 
 class Memory(NamedTuple):
@@ -110,10 +111,9 @@ class Producer:
     def load(self, atoms, tensors, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
         """Load K and V of all tiles that the program takes."""
         program, _, _ = cute.arch.block_idx()
-        program = self.tiles.ordered(grid, program)
+        program, owner = self.tiles.ordered(grid, program)
         source = Source(atoms, tensors, memory, key_mask, grid)
         ring, tile_phase = Ring(Int32(0), Int32(1)), Int32(1)
-        owner = self.tiles.owner(grid, program)
         while program < grid.tiles:
             ring = self.load_tile(source, program, owner, ring)
             program, owner = self.next(q, memory, grid, tile_phase)
@@ -122,13 +122,10 @@ class Producer:
     @cute.jit
     def next(self, q: cute.Tensor, memory, grid, tile_phase: Int32):
         """Take the next tile, hand its number and sequence to the consumers, and prefetch its queries to L2."""
-        program = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
-                grid.taken[0] = Int32(0)
-        program = self.tiles.ordered(grid, cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0])
-        owner = self.tiles.owner(grid, program)
+        program, owner = self.take(grid)
+        if const_expr(self.variant.varlen):
+            while self.tiles.is_empty(grid, program, owner):
+                program, owner = self.take(grid)
         cute.arch.mbarrier_wait(memory.tile_empty, tile_phase)
         if cute.arch.lane_idx() == 0:
             memory.tile[0] = program
@@ -145,6 +142,16 @@ class Producer:
                     for line in cutlass.range_constexpr(0, 2 * self.variant.columns[0], 128):
                         ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
         return program, owner
+
+    @cute.jit
+    def take(self, grid):
+        """The number of a tile that no program has taken yet, beyond the last if there is none, and its sequence."""
+        program = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
+                grid.taken[0] = Int32(0)
+        return self.tiles.ordered(grid, cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0])
 
     @cute.jit
     def load_tile(self, source, program: Int32, owner: Int32, ring):
@@ -167,6 +174,11 @@ class Producer:
                 v = cute.domain_offset((0, work_tile.start_k), v)
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
             v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (E, N), (0, None)))
+            if const_expr(self.variant.key_mask):
+                masked_v = cute.local_tile(
+                    self.tiles.of_head(tensors.masked_v, work_tile.head_k, work_tile.batch), (E, N), (0, None)
+                )
+                masked_to, masked_from = self.partition(atoms.masked_v, memory.v, masked_v)
             for step in cutlass.range(count, unroll=1):
                 if const_expr(self.variant.lists):
                     block = listed[2 + step]
@@ -175,16 +187,22 @@ class Producer:
                 stage = ring.stage
                 cute.arch.mbarrier_wait(memory.k_empty + stage, ring.phase)
                 if const_expr(self.variant.lists):
-                    self.write_listed(key_mask, memory, grid, work_tile, block, stage, step < in_part)
+                    is_cut = self.write_listed(key_mask, memory, grid, work_tile, block, stage, step < in_part)
                 elif const_expr(self.variant.key_mask):
-                    self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
+                    is_cut = self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
                 cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
                 cute.arch.mbarrier_wait(memory.v_empty + stage, ring.phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * E * 2)
-                cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
+                barrier = memory.v_full + stage
+                if const_expr(not self.variant.key_mask):
+                    cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=barrier)
+                elif is_cut:
+                    cute.copy(atoms.masked_v, masked_from[None, block], masked_to[None, stage], tma_bar_ptr=barrier)
+                else:
+                    cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=barrier)
                 ring = self.advance(ring)
         return ring
 
@@ -204,7 +222,9 @@ class Producer:
 
     @cute.jit
     def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, work_tile):
-        """Write a block's key mask as bits to its stage, before the arrival of K."""
+        """Write a block's key mask as bits to its stage, before the arrival of K; whether any key is masked, or past
+        the last."""
+        masked = Int32(0)
         for word in cutlass.range_constexpr(-(-self.N // 32)):
             key = block * self.N + word * 32 + cute.arch.lane_idx()
             keep = Int32(0)
@@ -213,12 +233,16 @@ class Producer:
             bits = cute.arch.vote_ballot_sync(keep != 0)
             with cute.arch.elect_one():  # the thread that arrives
                 keys_kept[word, stage] = bits
+            masked = masked | ~bits
+        return masked != 0
 
     @cute.jit
     def write_listed(self, key_mask: cute.Tensor, memory, grid, work_tile, block: Int32, stage: Int32, masked):
-        """Write a listed block's number and, if masked, its key-mask bits and mask tiles, before the arrival of K."""
+        """Write a listed block's number and, if masked, its key-mask bits and mask tiles, before the arrival of K;
+        as `write_keys_kept`."""
+        is_cut = Boolean(False)
         if masked:
-            self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
+            is_cut = self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
         with cute.arch.elect_one():  # the thread that arrives
             memory.block[stage] = block
             if masked:
@@ -230,3 +254,4 @@ class Producer:
                         row = (work_tile.first_q + index * 64) // MASK_TILE
                         row = cutlass.min(row, (work_tile.length_q - 1) // MASK_TILE)
                         memory.mask_tiles[index, part, stage] = tiles[row, column]
+        return is_cut

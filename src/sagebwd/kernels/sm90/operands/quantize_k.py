@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.call import Packing, padded_head_dim
+from sagebwd.kernels.common.centered_values import abs_max_of
 from sagebwd.kernels.common.chunks import (
     CHUNK,
     MOST_CHUNKS,
@@ -47,7 +48,6 @@ from sagebwd.kernels.common.tile import (
     load_rows,
     padded_block,
     psi_scale,
-    sequence,
     to_int8,
     whose,
 )
@@ -118,9 +118,7 @@ def sum_piece(
     of_chunk = number // chunks
     block = number % chunks
     part, batch_head = in_sequence(block, of_chunk, heads, cu_seqlens, tokens, chunk, VARLEN)
-    batch = batch_head // heads
-    head = batch_head % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, _, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = piece * PIECE + tl.arange(0, WIDTH)
     EVEN: tl.constexpr = piece * PIECE + WIDTH <= head_dim
     local = tl.arange(0, BLOCK)
@@ -258,10 +256,7 @@ def store_codes(
     """
     first = number * BLOCK
     local = tl.arange(0, BLOCK)
-    largest_of_row = abs_max(tile[0], 1)
-    if len(tile) > 1:
-        largest_of_row = tl.maximum(largest_of_row, abs_max(tile[1], 1), propagate_nan=tl.PropagateNan.ALL)
-    lanes = abs_max(abs_max(largest_of_row.reshape(BLOCK // 8, LANES, 2), 2), 0)
+    lanes = abs_max(abs_max(abs_max_of(tile).reshape(BLOCK // 8, LANES, 2), 2), 0)
     if ROTATED:
         largest_mu = tl.max(tl.abs(mu[0]), 0)
         if len(mu) > 1:
@@ -310,9 +305,7 @@ def channel_maxima_kernel(
         if tl.program_id(0) == 0:
             store_signs(signs, TURNED, TURNED_D)
     part, batch_head = block_in_sequence(chunks, heads, cu_seqlens, tokens, chunk, VARLEN)
-    batch = batch_head // heads
-    head = batch_head % heads
-    start, length = sequence(cu_seqlens, batch, tokens, VARLEN)
+    batch, head, _, start, length = whose(batch_head, heads, cu_seqlens, tokens, VARLEN)
     columns = tl.arange(0, BLOCK_D)
     local = tl.arange(0, BLOCK)
     rows = head_of(v, batch, head)
@@ -339,11 +332,7 @@ def launch_channel_maxima(
     v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor, signs: Tensor | None = None, turned: int = 0,
     copy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Raise ``maxima``, (batch, heads, D) int32, to the bits of v's largest magnitudes by channel.
-
-    Of the tokens that count; v: (B, H, N, D) or packed. signs, copy: see `channel_maxima_kernel`; R is of ``turned``
-    channels.
-    """
+    """`channel_maxima_kernel` of v, (B, H, N, D) or packed; maxima (batch, heads, D); R is of ``turned`` channels."""
     head_dim = v.shape[-1]
     chunk, chunks = chunks_of(keys)
     launch(
