@@ -251,8 +251,8 @@ def masks(
     mask: Annotated[
         list[str] | None,
         typer.Option(
-            help="documents, causal-frames, causal-frames-14b, teacher-forcing, gpt-oss-window (with sinks), "
-            "image-blocks or elements; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
+            help="teacher-forcing, documents, causal-frames, gpt-oss-window (with sinks), image-blocks, elements or "
+            "causal-frames-14b; chunks, prefix, window, random or gpt-oss; repeat [default: the first seven]."
         ),
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Repeat for several [default: the mask's own].")] = None,
@@ -270,7 +270,7 @@ def masks(
     rounds: commands.Rounds = 4,
     processes: Annotated[
         int | None,
-        typer.Option(help="That compile before anything is timed [default: one a case on a GPU, at most 8]."),
+        typer.Option(help="That compile before anything is timed [default: 12 on a GPU, of fewer cores fewer]."),
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="Begin no mask that would end later.")] = None,
     device: commands.Device = "cuda",
@@ -286,6 +286,7 @@ def masks(
     from benchmarks import mask_attentions, mask_cases
     from benchmarks import masks as benchmark
     from sagebwd.cli.hardware import check_device
+    from sagebwd.cli.measure import MOST_PROCESSES
     from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import environment, path_of, rows_of_others, save
     from sagebwd.dispatch import check_known
@@ -303,7 +304,7 @@ def masks(
         mask_cases.Case.of(kind, width, tokens) for width in head_dim or [None] for kind in mask or mask_cases.DEFAULT
     ]
     if processes is None:
-        processes = min(len(cases), 8, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
+        processes = min(MOST_PROCESSES, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
     facts = environment(device, commit) | commands.kernels(kernels_hash)
     kept = rows_of_others(
         path_of(facts, output, "masks"), facts, ("mask", "head_dim", "tokens"),

@@ -107,6 +107,7 @@ class OfCall(Cost):
     tokens: int
     lengths: None
     causal: bool
+    window: int | None
     direction: str
     gate: str
 

@@ -226,13 +226,18 @@ def _compile(
     cases: list[Case], names: tuple[str, ...], device: str, impl: str | None, processes: int,
     tell: Callable[..., object],
 ) -> None:  # fmt: skip
-    """Call each attention of each case once, in several processes: what they compile stays on disk."""
+    """Call each attention of each case once, in several processes: what they compile stays on disk.
+
+    All of ours compile much the same; each peer compiles in a process of its own.
+    """
+    apart = [tuple(x for x in names if x not in PEERS), *((x,) for x in names if x in PEERS)]
+    work = [(case, some, device, impl) for some in apart if some for case in cases]
     tell(f"compiling for {len(cases)} cases in {processes} processes")
-    calls = run_in_processes(_call, [(case, names, device, impl) for case in cases], processes)
-    for done, (index, error) in enumerate(calls, 1):
+    for done, (index, error) in enumerate(run_in_processes(_call, work, processes), 1):
         # of a process that died: what it lacks is compiled when it is timed
-        text = f"compiled {done} of {len(cases)}: {cases[index]}{'' if error is None else f', {error}'}"
-        tell(text, COMPILING * done / len(cases))
+        case, some, *_ = work[index]
+        text = f"compiled {done} of {len(work)}: {case}, {', '.join(some)}{'' if error is None else f': {error}'}"
+        tell(text, COMPILING * done / len(work))
 
 
 def _call(case: Case, names: tuple[str, ...], device: str, impl: str | None) -> None:
@@ -241,3 +246,5 @@ def _call(case: Case, names: tuple[str, ...], device: str, impl: str | None) -> 
     for attention in attentions(_given(case, device), names, impl).values():
         for direction in DIRECTIONS:
             _problem(attention, inputs, direction)
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # the processes share its memory

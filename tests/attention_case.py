@@ -120,6 +120,7 @@ class AttentionCase:
     do_size: float = 1  # of do's elements
     scale: float = 0  # the softmax scale; 0: that of head_dim
     max_logits: bool = False  # the heads' largest logits are wanted
+    by_token: bool = False  # the heads of a token lie side by side, as models project them
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -140,7 +141,8 @@ class AttentionCase:
             x = torch.randn(shape, generator=generator)
             if mean:
                 x = x + 2 * torch.randn(dim, generator=generator)
-            return x.bfloat16().to(self.dtype).to(self.device)
+            x = x.bfloat16().to(self.dtype).to(self.device)
+            return x.transpose(1, 2).contiguous().transpose(1, 2) if self.by_token else x
 
         tokens_q, tokens_k = sum(self.lengths_q) or self.tokens_q, sum(self.lengths_k) or self.tokens_k
         dim, value_dim = self.dims

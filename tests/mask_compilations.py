@@ -56,6 +56,6 @@ if __name__ == "__main__":
         for by_key, apart, stored in ((False, first, tiles), (True, None, None)):
             list_kernels._lists(blocks, stored, key_mask, apart, tokens, (64, 128), band, by_key)
         limits = work_splits.MOST, work_splits.LEAST
-        for heads_cut, interleave_heads in ((0, False), (kv_heads, True)):
-            given = (64, 128), 4 // kv_heads, heads_cut, interleave_heads, limits
+        for heads_cut in (0, kv_heads):
+            given = (64, 128), 4 // kv_heads, heads_cut, 2, limits
             list_kernels._key_lists(blocks, tiles, key_mask, tokens, band, *given)

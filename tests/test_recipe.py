@@ -63,8 +63,7 @@ def test_text_form_is_stable():
         ("token(first_keys=129)", "first_keys=129 is not supported; accepted: 0 to 128"),
         ("token(first_keys=True)", "first_keys=True is not supported"),
         ("token(first_keys=int8)", "first_keys='int8' is not supported"),
-        ("token(first_key=int8)", "no field 'first_key'; .*first_key=int8 is first_keys=0"),
-        ("paper(first_key=16bit)", "first_key=16bit is first_keys=1"),
+        ("token(first_key=int8)", "no field 'first_key'; fields: .*first_keys"),
         ("token(p_levels=255)", "p_levels=255 is not supported; accepted: 127, 254"),
     ],
 )
@@ -80,7 +79,5 @@ def test_bad_values_raise_at_construction():
         Recipe(smooth_k=1)
     with pytest.raises(ValueError, match="no field 'block'"):
         Recipe.named("token").replace(block=64)
-    with pytest.raises(ValueError, match="first_key=16bit is first_keys=1"):
-        Recipe.named("token").replace(first_key="16bit")
     with pytest.raises(TypeError, match="expected a name or a Recipe"):
         Recipe.parse(3)

@@ -72,7 +72,7 @@ def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: 
 
 def of_keys(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int = 0, interleave_heads: bool = False,
+    group: int, heads: int = 0, last_heads: int = 1,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     order = order_of(blocks, key_mask, tokens, tile, band)
     q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
@@ -88,7 +88,7 @@ def of_keys(
     found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
     lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
     lists = F.pad(lists, (0, -lists.shape[-1] % LENGTHS))
-    return lists, work_splits_of(lists, len(key_mask), heads, interleave_heads) if heads else None
+    return lists, work_splits_of(lists, len(key_mask), heads, last_heads) if heads else None
 
 
 def _counts(order: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def _by_key(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group)).flatten(2, 3).mT.contiguous()
 
 
-def work_splits_of(lists: Tensor, batch: int, heads: int, interleave_heads: bool) -> Tensor:
+def work_splits_of(lists: Tensor, batch: int, heads: int, last_heads: int) -> Tensor:
     """What programs take of lists of ``batch * heads`` key heads (`sagebwd.kernels.masks.work_splits`)."""
     blocks_k, row = lists.shape[2:]
     of_list = torch.arange(lists.shape[:3].numel(), device=lists.device).view(lists.shape[:3])
@@ -118,8 +118,9 @@ def work_splits_of(lists: Tensor, batch: int, heads: int, interleave_heads: bool
     splits = ((length + longest - 1) // longest).clamp(min=1)
 
     number = torch.arange(len(length), device=lists.device)
-    if interleave_heads:
-        number = number.view(-1, blocks_k).mT.flatten()
+    number = torch.cat(
+        [number[: -last_heads * blocks_k], number[-last_heads * blocks_k :].view(-1, blocks_k).mT.flatten()]
+    )
     number = number[torch.argsort((splits[number] == 1).int(), stable=True)]
     ends = splits[number].cumsum(0)
     program = torch.arange(len(length) + work_splits.MOST, device=lists.device)

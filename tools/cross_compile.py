@@ -2,11 +2,12 @@
 
 `python -m tools.cross_compile ARCH HEAD_DIM RECIPE [FORM] [TOKENS] [UNTIL]` prints one JSON line a kernel; ARCH
 "hopper" means the Gluon kernels on sm_90; HEAD_DIM may be a pair with value's, "192/128"; FORM "causal" (grouped heads
-too), "ungrouped" (causal alone), "full", "packed" (two sequences), "padded" (keys hidden by a mask of keys) or of
-`tests.masks.KINDS`; TOKENS are of all sequences together; with UNTIL "ttgir" or "ptx" no machine code is made, and a
-line has that text alone; with "forward" backward is left out. "loops" has instructions, `stall_cycles` and registers
-stored and loaded of each loop with products. It runs in a process of its own, as kernels of a process with
-TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments answers several.
+too), "by-token" (the same, the heads of a token side by side), "ungrouped" (causal alone), "full", "packed" (two
+sequences), "padded" (keys hidden by a mask of keys) or of `tests.masks.KINDS`; TOKENS are of all sequences together;
+with UNTIL "ttgir" or "ptx" no machine code is made, and a line has that text alone; with "forward" backward is left
+out. "loops" has instructions, `stall_cycles` and registers stored and loaded of each loop with products. It runs in a
+process of its own, as kernels of a process with TRITON_INTERPRET=1 cannot be compiled; `serve` in place of arguments
+answers several.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ FORMS = (
     "window",
     "padded",
     "padded-causal",
+    "by-token",
 )
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
@@ -267,11 +269,12 @@ def rows(
     causal, count = form not in ("full", "packed", "padded") and form in FORMS, int(tokens)
     lengths = [count - count // 3, count // 3] if form.startswith("packed") else []
     head_dim, _, value_dim = head_dim.partition("/")
+    grouped = form in ("causal", "packed-grouped", "by-token")
     shape = AttentionCase(
         recipe=recipe, head_dim=int(head_dim), value_dim=int(value_dim or head_dim), heads=4,
-        kv_heads=2 if form in ("causal", "packed-grouped") else 4, tokens_q=count, tokens_k=count, lengths_q=lengths,
-        lengths_k=lengths, is_causal=causal, window=(64, 0) if form == "window" else (-1, -1),
-        masked=form.startswith("padded"), mask="" if form in FORMS else form,
+        kv_heads=2 if grouped else 4, tokens_q=count, tokens_k=count, lengths_q=lengths, lengths_k=lengths,
+        is_causal=causal, window=(64, 0) if form == "window" else (-1, -1),
+        masked=form.startswith("padded"), mask="" if form in FORMS else form, by_token=form == "by-token",
     )  # fmt: skip
     return launches(arch, shape, until)
 

@@ -49,7 +49,11 @@ CALLS = {
         if mask == "ungrouped" or (head_dim, value_dim) in MOST_USED
     ]
     + [("hopper", 64, "mixed(rotate=False)", "causal")]
-    + [("hopper", head_dim, "mixed", mask) for head_dim, _ in MOST_USED for mask in ("document", "packed-causal")],
+    + [
+        ("hopper", head_dim, "mixed", mask)
+        for head_dim, _ in MOST_USED
+        for mask in ("document", "packed-causal", "by-token")
+    ],
     "portable": [(arch, head_dim, "token", "causal") for arch in (80, 86, 89, 90, 100, 120) for head_dim in (64, 128)]
     + [(89, 128, "paper", "causal"), (90, 64, "paper", "causal"), (80, 64, "full", "causal")],
 }  # fmt: skip

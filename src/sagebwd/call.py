@@ -283,13 +283,9 @@ def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype |
     return x.new_empty(shape, dtype=dtype)
 
 
-def empty_gradients(recipe: Recipe, head_dim: int, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq as o lies, dk and dv as v does; of e4m3 products a head's keys, which TMA writes, one after another."""
-    if recipe.dv == FP8:
-        dk, dv = v.new_empty((*v.shape[:-1], head_dim)), v.new_empty(v.shape)
-    else:
-        dk, dv = empty_like_rows(v, head_dim), empty_like_rows(v)
-    return empty_like_rows(o, head_dim), dk, dv
+def empty_gradients(head_dim: int, o: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq as o lies, dk and dv as v does."""
+    return empty_like_rows(o, head_dim), empty_like_rows(v, head_dim), empty_like_rows(v)
 
 
 def padded_head_dim(head_dim: int) -> int:

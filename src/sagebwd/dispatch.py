@@ -109,12 +109,6 @@ def _automatic(family: Family, ask: Ask) -> Recipe:
     return Recipe.named(family.auto)
 
 
-def refusal(ask: Ask) -> str | None:
-    """Why the implementation that is asked for lacks a recipe, width or mask, or None; the device is not looked at."""
-    found = _rows(FAMILIES[ask.impl], ask.recipe, ask)
-    return found if isinstance(found, str) else None
-
-
 def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
     """The rows of a family for both directions, or why it lacks the call.
 

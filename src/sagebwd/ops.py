@@ -207,8 +207,7 @@ def _(
     head_dim, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic,
     eps=None, interleaved=None, q_weight=None, k_weight=None, *tables,
 ):  # fmt: skip
-    choice = _chosen_in_a_trace(recipe, impl, (head_dim, v.shape[-1]), v, mask)
-    dq, dk, dv = empty_gradients(choice.recipe, head_dim, o, v)
+    dq, dk, dv = empty_gradients(head_dim, o, v)
     if interleaved is not None:
         dk = empty_like_rows(dk if k is None else k)
     return dq, dk, dv, [lse.new_empty(x.shape) for x in (sinks, q_weight, k_weight) if x is not None]

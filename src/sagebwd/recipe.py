@@ -188,11 +188,6 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
 def _check_fields(names: Iterable[str]) -> None:
     """Raises ValueError for a name that is no field's."""
     for name in names:
-        if name == "first_key":
-            raise ValueError(
-                "recipe: there is no field 'first_key'; first_keys counts such keys: first_key=int8 is first_keys=0, "
-                "first_key=16bit is first_keys=1"
-            )
         if name not in _FIELDS:
             raise ValueError(f"recipe: there is no field {name!r}; fields: {', '.join(_FIELDS)}")
 

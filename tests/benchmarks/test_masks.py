@@ -165,3 +165,24 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "some masks FAILED the correctness gate" in err
     (row, _) = json.loads(path.read_text())["rows"]
     assert (row["gate"], row["ms"]) == ("FAILED", None)
+
+
+@pytest.mark.parametrize("kind", cases.DEFAULT)
+def test_what_is_measured_by_default_runs(kind):
+    """Every form of ours is the recipe, or not of this mask; a peer that runs on a CPU is right."""
+    rows = bench.measure_case(case_of(kind, 128), mask_attentions.DEFAULT, "cpu", rounds=1)
+    gates = {row.attention: row.gate for row in rows if row.direction == "fwd"}
+    assert {gates[name] for name in ("mixed", "read mixed", "flex")} == {"ok"}
+    assert gates.get("sdpa", "ok") == gates.get("band mixed", "ok") == gates.get("packed mixed", "ok") == "ok"
+    assert ("band mixed" in gates, "packed mixed" in gates) == (kind == "gpt-oss-window", kind == "documents")
+
+
+def test_each_attention_of_each_case_is_compiled_once(monkeypatch):
+    work = []
+    monkeypatch.setattr(bench, "run_in_processes", lambda call, given, count: work.extend(given) or [(0, None)])
+    chosen, names = [case_of("documents"), case_of("gpt-oss-window")], ("mixed", "read mixed", "flex", "fa4")
+    bench._compile(chosen, names, "cpu", None, 3, lambda *_: None)
+    assert sorted((str(case), name) for case, some, *_ in work for name in some) == sorted(
+        (str(case), name) for case in chosen for name in names
+    )
+    assert len(work) == len({(str(case), some) for case, some, *_ in work}) == 6

@@ -98,3 +98,35 @@ def test_peaks_of_skewed_documents_are_beside_flash_attention_4_s(monkeypatch):
     (row,) = packed_skew.measure(TOKEN, "reference", "cpu", ["one"])
     assert (row.peak_mib, row.fa4_peak_mib, row.over, row.gate) == (2.5, 2.0, 1.25, "ok")
     assert (row.tokens, row.documents, row.longest, row.bound) == (206, 4, 100, 100)
+
+
+def test_of_many_sequences_a_code_that_rounds_the_other_way_is_no_fault():
+    """Its error is held to the largest of sequences of about its length; a whole one that is wrong is a fault."""
+    shape = Packed.of(16, 1, 1, [40] * 24)
+    inputs, recipe = shape.inputs("cpu", torch.bfloat16), Recipe.named("token")
+    low, high = (emulated(shape, recipe, inputs, dtype) for dtype in (torch.bfloat16, torch.float64))
+    errors = [(low[2] - high[2])[..., one, :].abs().max().item() for one in shape.sequences()]
+    least = errors.index(min(errors))
+    assert max(errors) > 1.5 * min(errors)
+
+    def attention(by):
+        o, *gradients = (x[0].transpose(0, 1).to(torch.bfloat16) for x in high)
+        row, value = shape.sequences()[least].start, gradients[1].abs().max()
+        gradients[1][row, 0, 0] += by(value)
+
+        class Given(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *tensors):
+                return o.clone()
+
+            @staticmethod
+            def backward(ctx, do):
+                return tuple(gradients)
+
+        return Given.apply
+
+    eps = torch.finfo(torch.bfloat16).eps
+    own = 2 * (min(errors) + eps * high[2][..., shape.sequences()[least], :].abs().max().item())
+    assert gate(shape, attention(lambda value: 0 * value), recipe, inputs) == "ok"
+    assert gate(shape, attention(lambda value: 0 * value + (own + 2 * max(errors)) / 2), recipe, inputs) == "ok"
+    assert gate(shape, attention(lambda value: value), recipe, inputs) == "FAILED"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sagebwd import sage_attention
-from sagebwd.integrations import ring
+from sagebwd.integrations import context_parallel as ring
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome

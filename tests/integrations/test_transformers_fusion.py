@@ -1,6 +1,9 @@
 """``config.sagebwd = {"fuse": True}``: the model that it was, within rounding."""
 
+import json
+import re
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +29,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from sagebwd.integrations import transformers as integration
 from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers import add_qk_norm
@@ -56,7 +58,7 @@ def build(name, fuse, recipe="full", implementation="sagebwd", **changes):
         **{"head_dim": 16, "num_hidden_layers": 2, "num_key_value_heads": 2, **MODELS.get(name, {}), **changes},
     )  # fmt: skip
     if implementation == "sagebwd":
-        config.sagebwd = {"recipe": recipe, "fuse": fuse}
+        config.sagebwd = {"recipe": recipe} | ({} if fuse is None else {"fuse": fuse})
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     model = model_class._from_config(config, attn_implementation=implementation)
@@ -71,18 +73,20 @@ def build(name, fuse, recipe="full", implementation="sagebwd", **changes):
 def calls(monkeypatch):
     """Calls by layers: their eps, or None; how many of the pass that gives rows, and of attention with it within."""
     seen = SimpleNamespace(eps=[], rows=0, whole=0)
+    pass_of_rows, attend = fusion.qk_norm_rope, fusion.attend
 
-    def counted(name, real):
-        def run(*tensors, **settings):
-            seen.eps.append(settings.get("eps"))
-            setattr(seen, name, getattr(seen, name) + 1)
-            return real(*tensors, **settings)
+    def rows(*tensors, **settings):
+        seen.eps.append(settings.get("eps"))
+        seen.rows += 1
+        return pass_of_rows(*tensors, **settings)
 
-        return run
+    def whole(query, key, value, given, *rest):
+        seen.eps.append(given[2])
+        seen.whole += 1
+        return attend(query, key, value, given, *rest)
 
-    monkeypatch.setattr(integration, "qk_norm_rope", counted("rows", integration.qk_norm_rope))
-    whole = counted("whole", integration.qk_norm_rope_attention)
-    monkeypatch.setattr(integration, "qk_norm_rope_attention", whole)
+    monkeypatch.setattr(fusion, "qk_norm_rope", rows)
+    monkeypatch.setattr(fusion, "attend", whole)
     return seen
 
 
@@ -354,6 +358,79 @@ def test_families_that_do_something_else_are_refused(config_class, model_class, 
     model = model_class._from_config(config, attn_implementation="sagebwd")
     with pytest.raises(NotImplementedError, match=rf"fuse is not supported for {refusal}.*tested with 5\.17"):
         model(input_ids=tokens(1, 8))
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Where a config leaves `fuse` to the library, a CPU is for a GPU whose passes have norm and rotation within."""
+    monkeypatch.setattr(fusion, "_has_passes", lambda device: True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_left_to_the_library_known_layers_are_fused(name, passes, monkeypatch):
+    """And where attention's plan has nothing within, as here, numbers are the layer's own, bit for bit; gradients of
+    weights of norms are sums of as many rows, or without those of padding."""
+    ids = tokens(2, 40)
+    for padding in (0, 7):
+        mask = torch.ones(2, 40, dtype=torch.long)
+        mask[1, 40 - padding :] = 0
+        plain = run(build(name, fuse=False), ids, mask)
+        with monkeypatch.context() as patch:
+            seen = calls(patch)
+            found = run(build(name, fuse=None), ids, mask)
+        assert (seen.whole, seen.rows) == (2 if name in ("Llama", "Qwen3") else 0, 0)
+        for a, e in zip(found, plain):
+            assert relative_l2(a, e) < 1e-6 if padding else torch.equal(a, e)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_left_to_the_library_packed_documents_have_their_own_rows(name, passes, monkeypatch):
+    given = {"input_ids": tokens(1, 40), "position_ids": torch.cat((torch.arange(24), torch.arange(16)))[None]}
+    plain, seen = build(name, fuse=False)(**given).logits, calls(monkeypatch)
+    assert torch.equal(build(name, fuse=None)(**given).logits, plain)
+    assert seen.whole == 2
+
+
+@pytest.mark.parametrize("what", ["no passes", "cache", "rotary", "forward", "subclass", "learned", "sdpa"])
+def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, recwarn):
+    model, given = build("Llama", fuse=None), {"input_ids": tokens(1, 8)}
+    if what != "no passes":
+        monkeypatch.setattr(fusion, "_has_passes", lambda device: True)
+    if what == "cache":
+        model.train()
+        given["use_cache"] = True
+    elif what == "rotary":
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k))
+    elif what == "forward":
+        original = LlamaAttention.forward.__wrapped__
+        monkeypatch.setattr(LlamaAttention, "forward", lambda self, *x, **more: original(self, *x, **more))
+    elif what == "subclass":
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = type("Own", (LlamaAttention,), {})
+    elif what == "learned":
+        rotary = model.model.rotary_emb.forward
+        learned = lambda *x, **more: tuple(x.requires_grad_() for x in rotary(*x, **more))  # noqa: E731
+        monkeypatch.setattr(model.model.rotary_emb, "forward", learned)
+    elif what == "sdpa":
+        model.set_attn_implementation("sdpa")
+    seen = calls(monkeypatch)
+    model(**given)
+    assert not seen.eps
+    assert not [x for x in recwarn if "fuse" in str(x.message)]
+
+
+def test_layers_that_are_faster_were_timed():
+    """The results files that `FASTER` names have steps that are faster with ``fuse`` than without."""
+    folder = Path(__file__).parents[2] / "benchmarks/results"
+    for name in fusion.FASTER.values():
+        rows = json.loads((folder / name).read_text(encoding="utf-8"))["rows"]
+        case = "attention", "model", "tokens", "context", "compiled"
+        steps = {tuple(x.get(key) for key in case): x.get("ms", x.get("step_ms")) for x in rows}
+        fused = [key for key in steps if "+fuse" in key[0]]
+        assert fused
+        for attention, *of in fused:
+            plain = re.sub(r"\+fused?", "", attention), *of
+            assert steps[attention, *of] < steps[plain], (name, attention, of)
 
 
 def test_fuse_is_true_or_false():

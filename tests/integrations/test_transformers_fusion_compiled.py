@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+from sagebwd.cache import PLANS
 from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.reference.metrics import relative_l2
 from tests.gpus import HAS_HOPPER, OF_PROJECTIONS, OF_ROWS, kernels_of
 from tests.integrations.test_transformers import tokens
 from tests.integrations.test_transformers_fusion import build
 
 pytest.importorskip("triton")
+from tests.kernels import test_norm_rope_codes as codes
 from tests.kernels.test_norm_rope_codes import stand_in  # noqa: F401, a fixture
 from tests.norm_rope.test_plan import BACKWARD, DEVICE, OPERATOR, Seen, traces_of_2_11  # noqa: F401, a fixture
 
@@ -86,6 +91,19 @@ def test_a_compiled_layer_has_the_operator(stand_in, traces_of_2_11, form, name,
         assert relative_l2(a, e) < 1e-2
 
 
+def test_around_the_operator_no_rows_are_copied(stand_in, traces_of_2_11, monkeypatch):  # noqa: F811
+    """Of a model that leaves `fuse` to the library.
+
+    Regression: dK and dV lay by head, and were copied for their projections' gradients.
+    """
+    monkeypatch.setattr(fusion, "_has_passes", lambda device: True)
+    torch._dynamo.reset()
+    seen, model = Seen(), model_of(None, "Llama", torch.bfloat16)
+    step(torch.compile(model, fullgraph=True, backend=seen), model, given_of("batch"))
+    assert [seen.operators.count(x) for x in (OPERATOR, BACKWARD)] == [2, 2]
+    assert not seen.copies
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["batch", "positions of each row", "packed"])
 def test_other_lengths_keep_the_operator(stand_in, traces_of_2_11, form):  # noqa: F811
@@ -125,6 +143,57 @@ def test_one_graph_of_a_layer_stands_for_all(stand_in):  # noqa: F811
     found = step(model, model, {"input_ids": tokens(1, 40)})
     assert [seen.operators.count(x) for x in (OPERATOR, BACKWARD)] == [1, 1]
     assert all(relative_l2(a, e) < 1e-2 for a, e in zip(found, wanted))
+
+
+def changed(what, model):
+    """The model as people train it, and what is called for a step."""
+    if what == "LoRA":
+        peft = pytest.importorskip("peft")
+        targets = [f"{side}_proj" for side in "qkvo"]
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    if what == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif what == "FSDP2":
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+    return model
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """Of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["LoRA", "FSDP2", "checkpointing"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_left_to_the_library_training_is_fused(stand_in, monkeypatch, process_group, what, compiled):  # noqa: F811
+    """Gradients are those of the unfused within its rounding, and both directions have norm and rotation within."""
+    monkeypatch.setattr(fusion, "_has_passes", lambda device: True)
+    forward, prologues, found = codes.Family.forward, [], []
+
+    def noted(call, *given):
+        prologues.append(call.prologue)
+        return forward(call, *given)
+
+    monkeypatch.setattr(codes.Family, "forward", staticmethod(noted))
+    for fuse in (False, None):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        PLANS.clear()
+        prologues.clear()
+        model = changed(what, model_of(fuse, "Qwen3", torch.bfloat16, num_hidden_layers=1))
+        if compiled:
+            for layer in model.get_decoder().layers:
+                layer.compile(backend="aot_eager")
+        model(input_ids=tokens(2, 40)).logits.float().square().mean().backward()
+        assert {x is not None for x in prologues} == {fuse is None}
+        gradients = [x.grad for x in model.parameters() if x.grad is not None]
+        found.append(torch.cat([getattr(x, "to_local", lambda x=x: x)().flatten().float() for x in gradients]))
+    assert relative_l2(*reversed(found)) < 2e-2
 
 
 def test_padding_is_composed_in_a_trace(stand_in, monkeypatch):  # noqa: F811
@@ -175,7 +244,7 @@ def check_on_hopper(call, model, form, lengths=(200,), steps=1):
 def test_a_fused_step_is_the_unfused_on_hopper(form, head_dim, way):
     torch._dynamo.reset()
     dtype = torch.bfloat16 if way == "compiled of BF16 weights" else torch.float32
-    model = model_of(True, dtype=dtype, head_dim=head_dim, num_key_value_heads=2).cuda()
+    model = model_of(None, dtype=dtype, head_dim=head_dim, num_key_value_heads=2).cuda()
     check_on_hopper(model if way == "eager" else torch.compile(model, fullgraph=True), model, form)
 
 

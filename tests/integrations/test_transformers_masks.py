@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from sagebwd.attention import sage_attention_varlen
 from sagebwd.integrations import transformers as integration
-from sagebwd.integrations import transformers_padding
+from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers_masks import Mask, Unreadable, mask, read, read_attention_mask
 from sagebwd.reference.metrics import relative_l2
 
@@ -186,7 +186,7 @@ def test_a_query_of_padding_in_a_hole_is_sdpas(name):
 
 @pytest.fixture
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(transformers_padding, "_said", set())
+    monkeypatch.setattr(transformers_torch, "_said", set())
 
 
 def train(model, ids, attention_mask, labels):
@@ -474,6 +474,13 @@ def test_a_mask_of_another_batch_is_refused():
     mask = torch.tensor([[1, 1, 1, 1, 1, 0]] * 4)
     with pytest.raises(ValueError, match="attention_mask: got 4 rows for a batch of 2; accepted: as many, or 1"):
         model(input_ids=tokens(2, 6), attention_mask=mask)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_mask_of_one_row_is_every_rows(side):
+    model, ids, row = pair(DECODERS["llama"]())[1], tokens(2, 11), padded(side)[1][1:]
+    one, each = (model(input_ids=ids, attention_mask=x).logits for x in (row, row.expand(2, -1)))
+    assert torch.equal(one, each)
 
 
 def layout():

@@ -227,7 +227,7 @@ def family_forward(call, q, k, v):
 
 
 def family_backward(call, saved, do, dlse, q, k, v):
-    dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
     out = dq, empty_like_rows(dk if k is None else k), dv
     prologue = call.prologue or NOTHING
     sums = [None if x is None else torch.empty(call.head_dim) for x in prologue[2:4]]

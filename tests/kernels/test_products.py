@@ -21,9 +21,9 @@ FOLDERS = ("kernels",)
 # Arguments and variables that grow with a call.
 SIZES = {
     "all_heads", "apart", "at", "batch", "batch_head", "blocks", "blocks_k", "blocks_q", "chunk", "chunks", "grid",
-    "grid_q", "group", "heads", "heads_at_once", "heads_in_all", "heads_k", "of_head", "owner", "parts", "pitch",
-    "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q", "total",
-    "total_k", "total_q",
+    "grid_q", "group", "heads", "heads_at_once", "heads_in_all", "heads_k", "last_heads", "of_head", "owner", "parts",
+    "pitch", "planes", "program", "programs", "sequences", "share", "tiles_k", "tokens", "tokens_k", "tokens_q",
+    "total", "total_k", "total_q",
 }  # fmt: skip
 # Of 64 bits wherever they are made: a head among per-token values (`whose`, `heads_of`), and what follows from it.
 WIDE = {"z", "z_q", "z_k", "planes"}
@@ -42,6 +42,7 @@ NARROW = {
     "lane * (chunk // 4)": OF_TILE,
     "lane * (2 * self.share.chunk)": OF_TILE,
     "2.0 * parts[r]": "a float",
+    "taken_off(q, k_mean, batch, head, heads, group, start + first, local, left, head_dim, BLOCK_D) * scale": "a float",
     "batch * (grid.heads // grid.group)": COUNT,
     "blocks_q * heads * batch": COUNT,
     "part * chunk": POSITION,
@@ -87,6 +88,7 @@ NARROW = {
     "rows[:, None] * pitch": "a block of tokens, 2^24 numbers apart at most",
     "at * 4": "of 64 bits: after a head's z",
     "batch * sparse.batch": "of a mask's lists, which are of 128 tokens and more an entry",
+    "work_tile.batch * sizes.tokens_k": ROW,
     "work_tile.batch * q_b": ROW,
     "work_tile.batch * do_b": ROW,
     "work_tile.batch * of_batch": ROW,
@@ -101,7 +103,8 @@ NARROW = {
     "number // tiles_k % tiles_q * TILE": POSITION,
     "tokens_k * UNIT": POSITION,
     "all_heads * columns": LISTED,
-    "turn % all_heads * columns": LISTED,
+    "last_heads * columns": LISTED,
+    "past % last_heads * columns": LISTED,
     "group * rows": LISTED,
     "of_list * group * step": LISTED,
     "chunk * TILES": LISTED,

@@ -17,6 +17,7 @@ program = pytest.importorskip("sagebwd.kernels.runtime.program")
 launchers = pytest.importorskip("sagebwd.kernels.runtime.launchers")
 from sagebwd import environment  # noqa: E402
 from sagebwd.cache import PLANS, Cache  # noqa: E402
+from sagebwd.kernels.runtime.numbers import Numbers  # noqa: E402
 from tests.threads import at_once  # noqa: E402
 
 compiled_by_triton = program.compiled
@@ -131,6 +132,34 @@ class OfTuples(Kernel):
         super().run(x, y[0], out, tokens, y[1], block)
 
 
+class OfNumbers(Kernel):
+    """As `Kernel`, of a factor as `Numbers` give it."""
+
+    arg_names = ("x", "given", "out", "tokens", "BLOCK")
+
+    def run(self, x, given, out, tokens: int, block: int) -> None:
+        y, (factor, fraction) = given
+        super().run(x, y, out, tokens, (factor - 3) // 4 + fraction, block)
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_numbers_of_a_kind_have_one_program(interpreted):
+    kernel = OfNumbers(interpreted)
+
+    def call(x: Tensor, y: Tensor, numbers) -> tuple[Tensor]:
+        out = torch.empty_like(x)
+        program.launch(kernel, (1,), x, Scaled(y, numbers), out, len(x), BLOCK=16, num_warps=4)
+        return (out,)
+
+    for factor, fraction in ((2, 0.5), (0, -1.0), (-1, 0.0), (16, 0.25)):
+        x, y = torch.randn(8), torch.randn(8)
+        (out,) = program.run(call, x, y, Numbers((factor, fraction)))
+        torch.testing.assert_close(out, x + (factor + fraction) * y + 1)
+    assert kernel.bound == len(PLANS) == 1
+    assert Numbers((1,)) == Numbers((2**28,)) != Numbers((2**29,)) != Numbers((1.0,))
+    assert Numbers((2**29,)) == Numbers((-(2**61),))
+
+
 def test_tensors_in_tuples_are_found():
     def call(x: Tensor, y: Tensor) -> tuple[Tensor]:
         between, out = torch.empty(2, 64).unbind()
@@ -149,6 +178,15 @@ def test_tensors_in_tuples_are_found():
         assert kept() is None
     assert kernel.bound == 2
     assert kernel.blocks == [16, 32] * 4
+
+
+def test_another_compiler_is_announced_too(monkeypatch, caplog):
+    monkeypatch.setattr(program, "_told", {"Triton's"})
+    for whose in ("Triton's", "CuTe DSL's", "CuTe DSL's"):
+        program.say_what_takes_long(whose, "a folder")
+    (record,) = caplog.records
+    assert "CuTe DSL's compiler runs" in record.getMessage()
+    assert record.getMessage().endswith("a folder")
 
 
 compiled_by_triton = program.compiled  # which the fixture above stands in for
@@ -246,6 +284,15 @@ def test_no_tensor_is_kept():
         kept = [weakref.ref(t) for t in (x, y, *program.run(call, x, y, True))]
         del x, y
         assert [t() for t in kept] == [None] * 5
+
+
+def test_another_setting_is_another_call():
+    kernel = Kernel()
+    call = call_of(kernel)
+    x, y = torch.randn(64), torch.randn(64)
+    for negative in (False, True) * 3:
+        check(call, x, y, negative)
+    assert kernel.bound == 6
 
 
 def test_two_tensors_that_are_one():

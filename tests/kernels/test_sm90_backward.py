@@ -23,8 +23,8 @@ from sagebwd.kernels.sm90.widths import FORMS
 
 VARIED = (
     "gqa-ragged", "one-token", "63-more-keys-causal", "fewer-keys-causal", "window-left-causal", "window-beyond-keys",
-    "key-mask", "packed", "packed-causal-window", "fp16", "whole", "sink", "padded", "packed-ungrouped",
-    "packed-ungrouped-causal",
+    "key-mask", "packed", "packed-causal-window", "fp16", "whole", "whole-by-token", "sink", "padded",
+    "packed-ungrouped", "packed-ungrouped-causal",
 )  # fmt: skip
 CHANGES = {
     "": {"recipe": "mixed"},
@@ -34,7 +34,8 @@ CHANGES = {
     "16bit-": {"recipe": "mixed(dv=16bit, dq=16bit, dk=16bit)"},
 }
 # nothing but whole blocks: dK and dV leave by TMA
-CALLS = CALLS | {"whole": AttentionCase(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)}
+WHOLE = AttentionCase(tokens_q=384, tokens_k=640, batch=2, heads=4, kv_heads=2, is_causal=True)
+CALLS = CALLS | {"whole": WHOLE, "whole-by-token": dataclasses.replace(WHOLE, by_token=True)}
 # blocks of keys that are whole, that an end cuts, and that a mask hides, where heads are not grouped
 ALONE = {"heads": 2, "kv_heads": 2}
 LENGTHS = {"lengths_q": [5, 700, 256, 64], "lengths_k": [5, 640, 256, 129], **ALONE}

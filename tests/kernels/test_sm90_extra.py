@@ -138,6 +138,14 @@ def test_a_kernel_that_cannot_be_compiled_any_more_says_why(monkeypatch, tmp_pat
         sm90.forward_kernel.__wrapped__(None)
 
 
+def test_a_compiler_that_is_not_there_is_no_linker(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    assert sm90._linker() is None
+    monkeypatch.setenv("CC", sys.executable)
+    assert sm90._linker() == sys.executable
+
+
 def test_versions_are_those_of_the_extra():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     pinned = dict(re.findall(r"([\w-]+)==([\w.]+);", " ".join(project["optional-dependencies"]["hopper"])))
@@ -174,6 +182,17 @@ def test_where_kernels_cannot_be_kept_a_process_has_its_own(nowhere, compiler, m
     (said,) = caplog.messages
     for part in (f"{sm90._objects()} cannot be written (", "SAGEBWD_CACHE_DIR"):
         assert part in said
+
+
+def test_a_folder_that_can_be_written_keeps_kernels(compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    path = sm90.forward_kernel.__wrapped__(variant_of(64))
+    assert path == sm90.object_path(variant_of(64))
+    assert path.is_relative_to(tmp_path)
+    assert sm90._has_compiled()
+    assert sm90.forward_kernel.__wrapped__(variant_of(64)) == path
+    assert compiler == [path]
+    assert os.listdir(path.parent) == [path.name]
 
 
 def test_a_linker_that_fails_says_why(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.runtime.device import capability
 from sagebwd.kernels.sm90.forward import compile as sm90
 from sagebwd.kernels.sm90.forward.launch import Written, launch_forward
+from sagebwd.kernels.sm90.operands.masked_values import launch_masked_values
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
 from sagebwd.numerics import rotation_sizes
@@ -94,7 +95,8 @@ class Case:
             *self.packings(), key_mask, self.is_causal, *self.window, rotation=rotation_sizes(self.turned),
         )  # fmt: skip
         o = torch.full((*q.shape[:-1], self.values), math.nan, dtype=v.dtype, device=v.device)
-        return o, launch_forward(call, q, quantized, v, o)
+        masked_v = None if key_mask is None else launch_masked_values(v, call.keys, key_mask)
+        return o, launch_forward(call, q, quantized, v, o, masked_v)
 
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
@@ -308,6 +310,21 @@ def test_nan_in_a_query_is_nan_in_its_row_alone(head_dim, turned):
     assert wrong[0, 1, 321]
     assert torch.isnan(written.lse[0, 1, 321])
     assert wrong.sum() == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_nan_of_a_masked_key_stays_there(head_dim):
+    """Few keys are masked, so that most blocks of V are loaded as they lie."""
+    case = Case("masked nan", head_dim=head_dim, tokens=200, kv_tokens=1500, heads=4)
+    q, k, v, _ = case.inputs(5)
+    key_mask = torch.ones(1, 1500, dtype=torch.bool, device="cuda")
+    key_mask[:, [383, 384, 800, 1499]] = False
+    quantized, kept = case.quantized(k, key_mask), v.masked_fill(~key_mask[:, None, :, None], 0)
+    o, written = case.run(q, quantized, v.masked_fill(~key_mask[:, None, :, None], math.nan), key_mask)
+    again, _ = case.run(q, quantized, kept, key_mask)
+    assert torch.equal(o, again)
+    expected = case.expected(written, quantized, kept, key_mask)[0]
+    assert (o.double() - expected).norm() / expected.norm() < LIMITS[torch.bfloat16]
 
 
 def test_a_packed_neighbours_nan_stays_there():

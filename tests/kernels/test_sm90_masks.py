@@ -9,8 +9,11 @@ from tests.attention_case import AttentionCase
 from tests.gpus import needs_hopper
 
 pytest.importorskip("triton")
+from sagebwd import read_block_mask, sage_attention
+from sagebwd.block_masks import teacher_forcing
 from sagebwd.kernels.masks import work_splits
 from sagebwd.kernels.sm90.backward.launch import prepare
+from sagebwd.kernels.sm90.longest_first import last_heads
 from sagebwd.kernels.sm90.widths import FORMS
 
 pytestmark = needs_hopper
@@ -89,6 +92,24 @@ def test_lists_that_programs_share(name, head_dim, value_dim, least, monkeypatch
 def test_narrower_widths(name, pair):
     call = dataclasses.replace(CALLS[name], head_dim=pair[0], value_dim=pair[1], device="cuda", recipe="mixed")
     call.check("hopper")
+
+
+def test_heads_that_take_turns_are_what_they_are_alone():
+    """The order of tiles changes no bit but dQ's, which programs add to as they come."""
+    mask = read_block_mask(teacher_forcing(8, 100, device="cuda"))
+    assert last_heads(13, 100, 132) == 82
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 100, 1600, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+    def outputs(heads: slice) -> list[torch.Tensor]:
+        *leaves, do = (x[:, heads].detach().requires_grad_() for x in tensors)
+        o = sage_attention(*leaves, block_mask=mask, recipe="mixed", impl="hopper")
+        return [o, *torch.autograd.grad(o, leaves[1:], do)]
+
+    together = outputs(slice(None))
+    for head in (0, 17, 18, 99):
+        alone = outputs(slice(head, head + 1))
+        assert all(torch.equal(x[:, head : head + 1], y) for x, y in zip(together, alone)), head
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), FORMS)

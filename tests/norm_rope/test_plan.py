@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
 ATTENTION, ATTENTION_BACKWARD = torch.ops.sagebwd.attention.default, torch.ops.sagebwd.attention_backward.default
 # Those of a call with a prologue, as `Seen` tells them apart.
 OPERATOR, BACKWARD = [f"{operator} of a prologue" for operator in (ATTENTION, ATTENTION_BACKWARD)]
+COPIES = torch.ops.aten.clone.default, torch.ops.aten._to_copy.default
 NAMES = "o", "dq", "dk", "dv", "dq_weight", "dk_weight"
 
 
@@ -64,10 +65,14 @@ CASES = [
 
 
 class Seen:
-    """A backend that keeps the operators of the graphs which it is given; attention's of a prologue by such a name."""
+    """A backend that keeps the operators of the graphs which it is given; attention's of a prologue by such a name.
+
+    copies: shapes of what copies of four dimensions make.
+    """
 
     def __init__(self) -> None:
         self.operators: list[object] = []
+        self.copies: list[tuple[int, ...]] = []
 
     def __call__(self, module, inputs):
         from torch._dynamo.backends.common import aot_autograd
@@ -77,6 +82,8 @@ class Seen:
                 names = [x.name for x in getattr(getattr(node.target, "_schema", None), "arguments", ())]
                 has_prologue = dict(zip(names, node.args)).get("interleaved") is not None and "scale" in names
                 self.operators.append(f"{node.target} of a prologue" if has_prologue else node.target)
+                if node.target in COPIES and node.meta["val"].dim() == 4:
+                    self.copies.append(tuple(node.meta["val"].shape))
             return graph
 
         return aot_autograd(fw_compiler=keep, bw_compiler=keep)(module, inputs)

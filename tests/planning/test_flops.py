@@ -55,6 +55,13 @@ def test_a_counter_that_was_made_before_counts_too():
     assert counted(lambda: sage_attention(x, x, x, recipe="token"), mode) == expected(shape, shape, shape)
 
 
+def test_a_formula_of_the_users_own_counts():
+    (x,) = leaves((1, 2, 4, 8))
+    mapping = {OPERATORS[0]: lambda *given, out_shape=None, **options: 7}
+    mode = FlopCounterMode(display=False, custom_mapping=mapping)
+    assert counted(lambda: sage_attention(x, x, x, recipe="token"), mode)[0] == 7
+
+
 def test_packed_sequences_count_each_its_own():
     lengths, kv_lengths = (3, 0, 5), (4, 2, 5)
     offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, kv_lengths))

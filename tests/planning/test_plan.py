@@ -100,7 +100,7 @@ class Family:
         return Saved(o, lse, *codes, None, mean)
 
     def backward(self, call, saved, do, dlse, q, k, v):
-        gradients = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+        gradients = empty_gradients(call.head_dim, saved.o, v)
         counter = program.zeros((4,), torch.float32, v.device)
         given = do, dlse, call.key_mask, call.queries.cu_seqlens, *saved[2:6], counter
         program.launch(Kernel(backward_kernel), (1,), *given, *gradients)

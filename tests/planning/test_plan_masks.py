@@ -26,6 +26,7 @@ from sagebwd.kernels.masks.lists import Listed, Lists
 from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
 from sagebwd.planning import mask_argument
+from sagebwd.planning.plan import Plan
 from sagebwd.planning.specification import spec_of
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
@@ -284,7 +285,7 @@ class Family:
         return Saved(o, lse, q_int8, q_scale, k_int8, k_scale, None, mean)
 
     def backward(self, call, saved, do, dlse, q, k, v):
-        gradients = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+        gradients = empty_gradients(call.head_dim, saved.o, v)
         read = call.lists.by_key, call.key_mask
         program.launch(Kernel(backward_kernel), (1,), do, saved.k_int8, saved.k_scale, *read, *gradients)
         return tuple(gradients)
@@ -381,6 +382,17 @@ def test_masks_are_freed(form, stand_ins):
     gc.collect()
     assert [x() for x in (kept, *stand_ins.made)] == [None] * (1 + len(stand_ins.made))
     assert len(PLANS) == 1
+
+
+def test_what_forward_reads_of_a_mask_is_kept_for_nobody(stand_ins, monkeypatch):
+    """No backward reads it."""
+    masks, read = [], Plan._read
+    monkeypatch.setattr(Plan, "_read", lambda *given: masks.append(given[2]) or read(*given))
+    q, k, v, _ = draw()
+    o = sage_attention(q.requires_grad_(), k, v, recipe="token", attn_mask=small())
+    (mask,), (plan,) = masks, PLANS.values()
+    assert o.requires_grad
+    assert not [settings for settings in mask.parts._made if plan in settings]
 
 
 def test_a_mask_object_under_many_settings(stand_ins):

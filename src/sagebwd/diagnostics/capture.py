@@ -107,7 +107,8 @@ def capture(
     positions or memory allows, a layer or head that is not there, and a model whose attention does not go through
     Transformers' AttentionInterface; NotImplementedError for encoder-decoders, soft-capping, sinks, position biases.
     """
-    _check_token_ids(model, token_ids)
+    check_token_ids(token_ids)
+    _check_fits(model, token_ids)
     token_ids = token_ids.to(model.device)
     optional = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     training = model.training
@@ -201,11 +202,15 @@ def _choose(found: list[int], layers: Sequence[int] | None) -> list[int]:
     return found if layers is None else sorted(set(layers))
 
 
-def _check_token_ids(model: PreTrainedModel, token_ids: Tensor) -> None:
+def check_token_ids(token_ids: Tensor) -> None:
+    """Raises ValueError unless they are (batch, tokens) int64."""
     if token_ids.dim() != 2 or token_ids.dtype != torch.long or token_ids.numel() == 0:
         raise ValueError(
             f"token_ids: expected (batch, tokens) int64, got {tuple(token_ids.shape)} {str(token_ids.dtype)[6:]}"
         )
+
+
+def _check_fits(model: PreTrainedModel, token_ids: Tensor) -> None:
     if model.config.is_encoder_decoder:
         raise NotImplementedError(
             f"model: {type(model).__name__} is an encoder-decoder; accepted: one stack of layers"

@@ -16,6 +16,8 @@ from sagebwd.diagnostics.trace import OUTPUTS, PAIRS, TENSORS, Row, Source
 IDLE = 0.01
 """The share of its layer's dQ below which a head is idle; a ninth of it or so is that of an equal head."""
 
+MEANS = "ds_bound", "ds_peak_to_rms", "first_weight", "first_value", "saturated"
+
 
 def means(rows: Sequence[Row]) -> list[Row]:
     """A row for each recipe and layer, in their order, of the rows of its heads and windows; head and window None."""
@@ -80,14 +82,10 @@ def _one(rows: list[Row], weights: list[dict[str, float]]) -> Row:
         cosine={name: mean(row.cosine[name] for row in rows) for name in TENSORS},
         relative_l2=relative_l2,
         rms={name: mean(row.rms[name] for row in rows) for name in PAIRS},
-        ds_bound=mean(row.ds_bound for row in rows),
         largest_logit=max(row.largest_logit for row in rows),
-        ds_peak_to_rms=mean(row.ds_peak_to_rms for row in rows),
-        first_weight=mean(row.first_weight for row in rows),
-        first_value=mean(row.first_value for row in rows),
         sink=heaviest.sink,
         sink_weight=heaviest.sink_weight,
-        saturated=mean(row.saturated for row in rows),
+        **{name: mean(getattr(row, name) for row in rows) for name in MEANS},
         attribution={source: {name: source_of(source, name) for name in OUTPUTS} for source in rows[0].attribution},
         norm={name: math.hypot(*(row.norm[name] for row in rows)) for name in TENSORS},
     )

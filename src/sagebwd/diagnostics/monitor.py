@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.model import Size
 from sagebwd.call import Ask
-from sagebwd.diagnostics.capture import Captured, capture
+from sagebwd.diagnostics.capture import Captured, capture, check_token_ids
 from sagebwd.diagnostics.monitor_settings import Monitor
 from sagebwd.diagnostics.trace import SATURATED, Row, measure
 from sagebwd.extras import extra
@@ -88,10 +88,7 @@ class AttentionMonitor(TrainerCallback):
 
     def __init__(self, token_ids: Tensor, settings: Monitor | None = None) -> None:
         self.settings = settings or Monitor()
-        if token_ids.dim() != 2 or token_ids.dtype != torch.long or token_ids.numel() == 0:
-            raise ValueError(
-                f"token_ids: expected (batch, tokens) int64, got {tuple(token_ids.shape)} {str(token_ids.dtype)[6:]}"
-            )
+        check_token_ids(token_ids)
         self.token_ids = token_ids[:, : self.settings.tokens]
         self.trainer: Trainer | None = None
         self.model: PreTrainedModel | None = None

@@ -221,21 +221,6 @@ def _row(layer: int, head: int, tensors: tuple[Tensor, ...], recipe: Recipe, exa
     )  # fmt: skip
 
 
-def sources(recipe: Recipe) -> list[str]:
-    """The products that a recipe computes in INT8, in the order of `sagebwd.recipe.PRODUCTS`."""
-    return [product for product in PRODUCTS if getattr(recipe, product) != SIXTEEN_BIT]
-
-
-def alone(recipe: Recipe, source: str) -> Recipe:
-    """The recipe with one product in INT8 and every other in 16 bit."""
-    return recipe.replace(**{product: SIXTEEN_BIT for product in PRODUCTS if product != source})
-
-
-def without(recipe: Recipe, source: str) -> Recipe:
-    """The recipe with one product in 16 bit."""
-    return recipe.replace(**{source: SIXTEEN_BIT})
-
-
 def _attribution(
     tensors: tuple[Tensor, ...], recipe: Recipe, exact: Exact, actual: dict[str, Tensor]
 ) -> dict[str, dict[str, Source]]:
@@ -243,10 +228,10 @@ def _attribution(
         return {name: relative_l2(values[name], exact.values[name]) for name in OUTPUTS}
 
     total, found = errors(actual), {}
-    for source in sources(recipe):
-        one, rest = (
-            errors(emulate(tensors, changed(recipe, source), exact.scale, exact.band)) for changed in (alone, without)
-        )
+    for source in (x for x in PRODUCTS if getattr(recipe, x) != SIXTEEN_BIT):
+        alone = {x: SIXTEEN_BIT for x in PRODUCTS if x != source}
+        changed = (recipe.replace(**changes) for changes in (alone, {source: SIXTEEN_BIT}))
+        one, rest = (errors(emulate(tensors, x, exact.scale, exact.band)) for x in changed)
         found[source] = {
             name: Source(one[name], rest[name], (one[name] / total[name]) ** 2 if total[name] else 0.0)
             for name in OUTPUTS

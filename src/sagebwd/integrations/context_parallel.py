@@ -7,12 +7,24 @@ work in every step. Outputs of the steps are averaged with the weights exp(lse).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from sagebwd.integrations.ring import checked_ring_attention, place
+from sagebwd import checks
+from sagebwd.arguments import autocast, choice_of
+from sagebwd.attention import sage_attention
+from sagebwd.integrations.ring_agreement import agree
 from sagebwd.recipe import AUTO, Recipe
+
+_NO_RING = (
+    "torch's own attention, which alone takes such heads, gives no lse to merge parts by: divide heads in place of "
+    "tokens, or gather the whole sequence for this layer"
+)
 
 
 def shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -74,3 +86,118 @@ def ring_attention(
     """
     options = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "impl": impl}
     return checked_ring_attention(query, key, value, is_causal, options, group, lambda: None)
+
+
+def checked_ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, options: dict[str, Any],
+    group: dist.ProcessGroup | None, check: Callable[[], None],
+) -> Tensor:  # fmt: skip
+    """`ring_attention` of a caller that may refuse calls: where ``check`` raises on one process, all raise."""
+    if place(group)[1] == 1:
+        check()
+        return sage_attention(query, key, value, is_causal=is_causal, **options)
+    if not checks.are_tensors(query, key, value):
+        choice_of(sage_attention, query, key, value)  # which says so
+    query, *held = autocast(query, key, value)
+    options = options | {"return_lse": True}
+
+    def check_all() -> None:
+        check()
+        checks.refuse_only_torch(query, held[1], None, 0, _NO_RING)
+        choice_of(sage_attention, query, *held, is_causal=is_causal, **options)
+        tokens, kv_tokens = query.shape[-2], held[0].shape[-2]
+        if is_causal and (tokens % 2 or kv_tokens != tokens):
+            raise ValueError(
+                f"query, key: {tokens} and {kv_tokens} tokens; under is_causal as many, and an even number: two chunks"
+            )
+
+    with checks.in_ring():
+        agree(group, query, _facts(query, *held, is_causal, options), check_all)
+        return _ring(query, held, is_causal, options, group)
+
+
+def _facts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, options: dict[str, Any]) -> dict[str, str]:
+    """What has to be the same in the call of each process, by name."""
+    given = {"query": query, "key": key, "value": value}
+    facts = {name: f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in given.items()}
+    trained = [name for name, x in given.items() if x.requires_grad and torch.is_grad_enabled()]
+    facts["gradients"] = f"of {', '.join(trained)}" if trained else "none"
+    return facts | {"is_causal": str(is_causal)} | {name: str(option) for name, option in options.items()}
+
+
+def _ring(
+    query: Tensor, held: list[Tensor], is_causal: bool, options: dict[str, Any], group: dist.ProcessGroup | None
+) -> Tensor:
+    rank, count = place(group)
+    tokens = query.shape[-2]
+    o = lse = None
+    for step in range(count):
+        requests: list[Any] = []
+        try:
+            coming = held if step == count - 1 else _Rotate.apply(group, requests, *held)
+            if step == 0:
+                part, lse = sage_attention(query, *held, is_causal=is_causal, **options)
+                o, dtype = part.to(lse.dtype), part.dtype
+            elif not is_causal:
+                o, lse = _merged(o, lse, *sage_attention(query, *held, **options))
+            elif step <= rank:  # of an earlier process: all queries see its first chunk, and none its second
+                first = (x[..., : tokens // 2, :] for x in held)
+                o, lse = _merged(o, lse, *sage_attention(query, *first, **options))
+            else:  # of a later one: the second chunk of queries sees all
+                early, late = o.chunk(2, -2), lse.chunk(2, -1)
+                seen = sage_attention(query[..., tokens // 2 :, :], *held, **options)
+                late_o, late_lse = _merged(early[1], late[1], *seen)
+                o, lse = torch.cat((early[0], late_o), -2), torch.cat((late[0], late_lse), -1)
+        finally:  # an exchange that is left under way would meet the next one
+            for request in requests:
+                request.wait()
+        held = coming
+    return o.to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """What the process before this one holds, once ``requests`` have been waited for; gradients go back to it."""
+
+    @staticmethod
+    def forward(ctx, group: dist.ProcessGroup | None, requests: list[Any], *held: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        received, started = _exchanged(held, 1, group)
+        requests += started
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        received, requests = _exchanged(gradients, -1, ctx.group)
+        for request in requests:
+            request.wait()
+        return None, None, *received
+
+
+def _exchanged(
+    tensors: tuple[Tensor, ...], step: int, group: dist.ProcessGroup | None
+) -> tuple[tuple[Tensor, ...], list[Any]]:
+    """Tensors of the process ``step`` before this one, which sends its own as far on, and what to wait for."""
+    rank, count = place(group)
+    sent = [x.contiguous() for x in tensors]
+    received = tuple(torch.empty_like(x) for x in sent)
+    operations = [
+        dist.P2POp(operation, x, group=group, group_peer=(rank + distance) % count)
+        for operation, distance, part in ((dist.isend, step, sent), (dist.irecv, -step, received))
+        for x in part
+    ]
+    return received, dist.batch_isend_irecv(operations)
+
+
+def _merged(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to the keys of both, from attention to each."""
+    both = torch.logaddexp(lse, other_lse)
+    weight, other_weight = (x.sub(both).exp().unsqueeze(-1) for x in (lse, other_lse))
+    return o * weight + other.to(o.dtype) * other_weight, both
+
+
+def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in a group, and how many there are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)

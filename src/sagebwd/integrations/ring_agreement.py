@@ -37,9 +37,10 @@ def agree(
         if refusal is not None:
             raise refusal
         return
-    own = _REFUSED if refusal is not None else int(digest(facts), 16)
-    numbers = _gathered(own, tensor.device, group)
-    if len(set(numbers)) > 1:
+    own = torch.tensor([_REFUSED if refusal is not None else int(digest(facts), 16)], device=tensor.device)
+    numbers = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(numbers, own, group)
+    if len(set(torch.cat(numbers).tolist())) > 1:
         calls: list[dict[str, str] | str] = [""] * len(numbers)
         with device_of(tensor):
             call = facts if refusal is None else f"{type(refusal).__name__}: {refusal}"
@@ -48,14 +49,6 @@ def agree(
             raise ValueError(_told(calls))
     if refusal is not None:
         raise refusal
-
-
-def _gathered(own: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
-    """Each process's number."""
-    sent = torch.tensor([own], device=device)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group)
-    return torch.cat(received).tolist()
 
 
 def _told(calls: list[dict[str, str] | str]) -> str:

@@ -369,13 +369,10 @@ def _reason_to_keep(settings: SdpaReplacement, call: SdpaCall) -> str | None:
     # code that took hold of the function, such as another patch, may call it later
     if not settings._entered:
         return _LEFT
-    if _is_short(call.key, settings.min_tokens):
+    key = call.key
+    if isinstance(key, Tensor) and not key.is_nested and key.dim() >= 2 and key.shape[-2] < settings.min_tokens:
         return _SHORT
     return _reason_in_kind(*call[:3]) or _reason_in_shapes(*call[:3], call.enable_gqa) or _reason_in_options(call)
-
-
-def _is_short(key: Tensor, min_tokens: int) -> bool:
-    return isinstance(key, Tensor) and not key.is_nested and key.dim() >= 2 and key.shape[-2] < min_tokens
 
 
 def _reason_in_kind(*tensors: Tensor) -> str | None:

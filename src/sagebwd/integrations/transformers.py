@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,6 @@ from sagebwd.integrations.transformers_sharing import shared_attention, sharing_
 from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
 from sagebwd.integrations.words import in_words_of
 from sagebwd.kernels.capabilities import MAX_HEAD_DIM
-from sagebwd.norm_rope.functions import qk_norm_rope, qk_norm_rope_attention
 
 with extra("transformers"):
     from transformers import AttentionInterface, PreTrainedModel
@@ -136,7 +134,7 @@ def attention(
     ValueError for more than 256 channels a head, unless the recipe is "auto".
     """
     _refuse_unsupported(dropout, kwargs)
-    module, query, key, norm_rope = fusion.put_off(module, query, key, value)
+    module, query, key, left = fusion.put_off(module, query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if isinstance(attention_mask, Tensor) and hasattr(sys.modules.get(type(module).__module__), "BlockMask"):
@@ -145,10 +143,10 @@ def attention(
     mask = _known_mask(attention_mask, query, key, bool(is_causal), sliding_window)
     chosen = settings_of(module)
     sharing = sharing_of(module)
-    if norm_rope is not None and not (sharing is None and _takes_projections(mask, query, key, value)):
-        query, key = qk_norm_rope(query, key, impl=chosen["impl"], **norm_rope)
-        norm_rope = None
-    if norm_rope is None:
+    if left is not None and not (sharing is None and _takes_projections(mask, query, key, value)):
+        query, key = left.rows(query, key, chosen["impl"])
+        left = None
+    if left is None:
         query, key, value = _one_dtype(module, query, key, value)
     if sharing is not None:
         given = kwargs | {"s_aux": s_aux}
@@ -175,9 +173,9 @@ def attention(
     if offsets is not None and wide:
         return documents_of_wide_heads(query, key, value, *offsets, shared), None
     if offsets is not None:
-        return _packed(query, key, value, *offsets, norm_rope, shared), None
+        return _packed(query, key, value, *offsets, left, shared), None
     if mask.padding is None:
-        attend = sage_attention if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
+        attend = sage_attention if left is None else left.attend
         out = attend(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **shared)
         return out.transpose(1, 2).contiguous(), None
     # only self-attention has a band: queries of padding are left out with its keys, but for those in a hole
@@ -185,7 +183,7 @@ def attention(
     if wide or not has_values(query) or (itself and mask.has_holes):
         out = _masked(query, key, value, mask.padding, itself, shared)
     else:
-        out = _unpadded(query, key, value, mask, itself, norm_rope, shared)
+        out = _unpadded(query, key, value, mask, itself, left, shared)
     if itself and has_values(query):
         watch_padding(module, out, mask, causal)
     return out, None
@@ -326,7 +324,7 @@ def _masked(
 
 
 def _unpadded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, norm_rope: dict[str, object] | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, itself: bool, left: fusion.Left | None,
     shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     """A padded batch as packed sequences of its real tokens, each row's without a hole in self-attention.
@@ -341,7 +339,7 @@ def _unpadded(
     offsets_q = offsets_k if itself else torch.arange(batch + 1, device=query.device, dtype=torch.int32) * tokens_q
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     packed = (query[real] if itself else query, key[real], value[real])
-    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch, real))
+    attend = sage_attention_varlen if left is None else left.of_packed(batch, real).attend
     out = attend(
         *packed, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, max_seqlen_q=tokens_q,
         max_seqlen_k=mask.padding.shape[1], **shared,
@@ -403,19 +401,14 @@ def _check_packed(kwargs: dict[str, object]) -> None:
             raise TypeError(f"{name}={kwargs[name]!r} must be an integer")
 
 
-def _attend_packed(norm_rope: dict[str, object] | None) -> Callable[..., Tensor]:
-    """`sage_attention_varlen`, of rows or of what projections make."""
-    return sage_attention_varlen if norm_rope is None else partial(qk_norm_rope_attention, **norm_rope)
-
-
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
-    norm_rope: dict[str, object] | None, shared: dict[str, object],
+    left: fusion.Left | None, shared: dict[str, object],
 ) -> Tensor:  # fmt: skip
     batch, _, tokens, _ = query.shape
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     offsets = {"cu_seqlens_q": offsets_q.to(query.device), "cu_seqlens_k": offsets_k.to(query.device)}
     lengths = {"max_seqlen_q": int(longest_q), "max_seqlen_k": int(longest_k)}
-    attend = _attend_packed(None if norm_rope is None else fusion.of_packed(norm_rope, batch))
+    attend = sage_attention_varlen if left is None else left.of_packed(batch).attend
     out = attend(*packed, **offsets, **lengths, **shared)
     return out.unflatten(0, (batch, tokens))

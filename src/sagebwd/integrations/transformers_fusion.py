@@ -1,4 +1,4 @@
-"""``config.sagebwd = {"fuse": True}``: a layer's norms, rotary embedding and attention in one, `sagebwd.norm_rope`.
+"""``fuse`` of ``config.sagebwd``: a layer's norms, rotary embedding and attention in one, `sagebwd.norm_rope`.
 
 Transformers calls an attention function with queries and keys that are normalised and rotated already. Here a layer's
 own forward runs, whatever its source says, and is given three stand-ins: for itself (`Layer`), whose norms of heads
@@ -8,11 +8,15 @@ from these two, for queries and keys (`Rows`), which reach the attention functio
 Nothing else can be done with a stand-in: a layer that scales, cuts or mixes rows in between, or computes with cos and
 sin itself, raises NotImplementedError. What a norm and a rotary embedding compute is not read either, but found by
 numbers, once a class and once a function: a norm that is not known runs as it is, a rotary embedding is refused.
+
+A config that does not say has layers of `FASTER` do so on Hopper, and their own functions run where attention's plan
+has neither within. Every other layer stays as it is.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from sagebwd.dispatch import arch_of
 from sagebwd.extras import extra
-from sagebwd.integrations.transformers_settings import is_fused
+from sagebwd.integrations.transformers_settings import fuse_of
 from sagebwd.integrations.transformers_torch import say
-from sagebwd.norm_rope.composed import ROPES, norm_rope
+from sagebwd.norm_rope.composed import HALF, ROPES, norm_rope
+from sagebwd.norm_rope.functions import attend, qk_norm_rope
+from sagebwd.tracing import assume_constant
 
 with extra("transformers"):
     import transformers
@@ -36,6 +43,11 @@ with extra("transformers"):
 TESTED = "5.17", "5.23", "5.24"
 """Releases of Transformers that the tests have run with."""
 _ROTARY = "apply_rotary_pos_emb"
+FASTER = {
+    "transformers.models.llama.modeling_llama.LlamaAttention": "step_h200_2026-11-29_7fc77049.json",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3Attention": "training_h200_2026-11-28_614c2a6.json",
+}
+"""Layers of which whole steps were faster with ``fuse``, and the results file; none but a class itself is meant."""
 
 
 class Norm(NamedTuple):
@@ -102,19 +114,32 @@ class Table(_StandIn):
     called = "cos or sin"
 
 
+class NormPutOff(NamedTuple):
+    """A norm of heads: its weight, eps and itself."""
+
+    weight: Tensor
+    eps: float
+    run: Callable[[Tensor], Tensor]
+
+
+class RotationPutOff(NamedTuple):
+    """A rotary embedding: its arguments of `qk_norm_rope`, and itself, a function of query, key, cos and sin."""
+
+    arguments: dict[str, object]
+    run: Callable[..., tuple[Tensor, Tensor]]
+
+
 class Rows(_StandIn):
     """Queries or keys whose norm and rotary embedding are left to do: their heads may change places, and no more.
 
-    Args: norm, weight and eps of a norm of heads, or None; rotation, the arguments of `qk_norm_rope` of a rotary
-    embedding, of which queries and keys share one, or None.
+    Args: norm, of heads, and rotation, a rotary embedding, of which queries and keys share one, or None.
     """
 
     called = "queries or keys"
 
     def __init__(
-        self, layer: str, tensor: Tensor, norm: tuple[Tensor, float] | None = None,
-        rotation: dict[str, object] | None = None,
-    ) -> None:  # fmt: skip
+        self, layer: str, tensor: Tensor, norm: NormPutOff | None = None, rotation: RotationPutOff | None = None
+    ) -> None:
         super().__init__(layer, tensor)
         self.norm, self.rotation = norm, rotation
 
@@ -162,16 +187,61 @@ def install(model_class: type[PreTrainedModel]) -> None:
                 _install(found)
 
 
+class Left(NamedTuple):
+    """What is left to do to queries and keys at the attention function.
+
+    arguments: by keyword, of `qk_norm_rope`. norms, rotary: the layer's own functions. runs_own: these make rows where
+    attention does not, in place of `qk_norm_rope`.
+    """
+
+    arguments: dict[str, object]
+    norms: tuple[Callable[[Tensor], Tensor], ...]
+    rotary: Callable[..., tuple[Tensor, Tensor]] | None
+    runs_own: bool
+
+    def rows(self, query: Tensor, key: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
+        """Query and key normalised and rotated, dense or packed."""
+        if not self.runs_own:
+            return qk_norm_rope(query, key, impl=impl, **self.arguments)
+        packed = query.dim() == 3
+        rows = [x[None] if packed else x.transpose(1, 2) for x in (query, key)]
+        if self.norms:
+            rows = [norm(x) for norm, x in zip(self.norms, rows)]
+        rows = [x.transpose(1, 2) for x in rows]
+        if self.rotary is not None:
+            tables = (self.arguments[name] for name in ("cos", "sin"))
+            rows = self.rotary(*rows, *(x[None] if packed else x for x in tables))
+        return tuple(x[0].transpose(0, 1) if packed else x for x in rows)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **attention: object) -> Tensor:
+        """`qk_norm_rope_attention`."""
+        given = tuple(self.arguments.get(name, default) for name, default in _DEFAULTS.items())
+        return attend(query, key, value, given, attention, self.rows if self.runs_own else None)
+
+    def of_packed(self, batch: int, real: Tensor | None = None) -> Left:
+        """The same of (batch * tokens, heads, head_dim), or of its rows ``real``; cos is (batch or 1, tokens, R)."""
+        tables = {
+            name: self.arguments[name].expand(batch, -1, -1).flatten(0, 1)
+            for name in ("cos", "sin") if name in self.arguments
+        }  # fmt: skip
+        rows = {name: x if real is None else x[real] for name, x in tables.items()}
+        return self._replace(arguments=self.arguments | rows)
+
+
+_DEFAULTS = {
+    "q_weight": None, "k_weight": None, "eps": None, "cos": None, "sin": None, "rope": HALF, "position_ids": None
+}  # fmt: skip
+
+
 def put_off(
     module: nn.Module | Layer, query: Tensor | Rows, key: Tensor | Rows, value: Tensor
-) -> tuple[nn.Module, Tensor, Tensor, dict[str, object] | None]:
+) -> tuple[nn.Module, Tensor, Tensor, Left | None]:
     """The layer, query and key of a call of the attention function, and what is left to do to the two.
 
-    That is None, or arguments by keyword that `qk_norm_rope` and `qk_norm_rope_attention` share. Raises
-    NotImplementedError for a layer whose config asks for ``fuse`` and that does not follow it.
+    Raises NotImplementedError for a layer whose config asks for ``fuse`` and that does not follow it.
     """
     if not isinstance(module, Layer):
-        if is_fused(getattr(module, "config", None)):
+        if fuse_of(getattr(module, "config", None)):
             refuse(type(module).__name__, "has a forward without position_embeddings, or another library's")
         return module, query, key, None
     module, name = module.module, type(module.module).__name__
@@ -182,18 +252,14 @@ def put_off(
         return module, query, key, None
     if query.rotation is not key.rotation or (query.norm is None) != (key.norm is None):
         refuse(name, "normalises and rotates queries and keys differently")
-    norm = {}
+    arguments, norms, rotary = {}, (), None
     if query.norm is not None:
-        norm = {"q_weight": query.norm[0], "k_weight": key.norm[0], "eps": query.norm[1]}
-    return module, query.tensor, key.tensor, norm | (query.rotation or {})
-
-
-def of_packed(norm_rope: dict[str, object], batch: int, real: Tensor | None = None) -> dict[str, object]:
-    """The same of (batch * tokens, heads, head_dim), or of its rows ``real``: tables (batch or 1, tokens, R) too."""
-    tables = {
-        name: norm_rope[name].expand(batch, -1, -1).flatten(0, 1) for name in ("cos", "sin") if name in norm_rope
-    }
-    return norm_rope | {name: x if real is None else x[real] for name, x in tables.items()}
+        arguments = {"q_weight": query.norm.weight, "k_weight": key.norm.weight, "eps": query.norm.eps}
+        norms = query.norm.run, key.norm.run
+    if query.rotation is not None:
+        rotary = query.rotation.run
+        arguments |= query.rotation.arguments
+    return module, query.tensor, key.tensor, Left(arguments, norms, rotary, fuse_of(module.config) is None)
 
 
 def _install(layer_class: type[nn.Module]) -> None:
@@ -209,12 +275,22 @@ def _install(layer_class: type[nn.Module]) -> None:
     found = {x: norm_of(x) for x in (nn.RMSNorm, *candidates) if issubclass(x, nn.Module) and "Norm" in x.__name__}
     norms = {x: norm for x, norm in found.items() if norm is not None}
     place = names.index("position_embeddings") - 1
+    module = layer_class.__module__
+    # and no forward that another library has put there
+    is_faster = f"{module}.{layer_class.__qualname__}" in FASTER and original.__module__ == module
+    left_out = "runs so on Hopper" if is_faster else "stays as it is, since no step was timed with it"
+    logging.getLogger("sagebwd").info(f"{layer_class.__name__} {left_out}, where config.sagebwd has no fuse")
 
     @wraps(original)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if not is_fused(getattr(self, "config", None)):
+        fuse = fuse_of(getattr(self, "config", None))
+        keeps_rows = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
+        if fuse is None:
+            tables = kwargs.get("position_embeddings", args[place] if len(args) > place else None)
+            fuse = is_faster and type(self) is layer_class and not keeps_rows and _follows(self, tables)
+        if not fuse:
             return original(self, *args, **kwargs)
-        if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):  # which keeps rows
+        if keeps_rows:
             if self.training and torch.is_grad_enabled():
                 say(
                     f"config.sagebwd: fuse: norm and rotary embedding of {type(self).__name__} run as they are and "
@@ -232,6 +308,22 @@ def _install(layer_class: type[nn.Module]) -> None:
     layer_class.forward = forward
 
 
+def _follows(module: nn.Module, tables: object) -> bool:
+    """Whether a layer of `FASTER` is on a GPU with the passes, and its rotary embedding the one that it was."""
+    rotary = getattr(sys.modules[type(module).__module__], _ROTARY, None)
+    if getattr(rotary, "rotations", {}).get(True) != (HALF, _as_they_are):
+        return False
+    if not isinstance(tables, tuple) or [isinstance(x, Tensor) for x in tables] != [True, True]:
+        return False
+    whole, learned = tables[0].shape[-1] == module.head_dim, any(x.requires_grad for x in tables)
+    return whole and not learned and _has_passes(tables[0].device)
+
+
+@assume_constant
+def _has_passes(device: torch.device) -> bool:
+    return arch_of(device) == 90
+
+
 def _tables(module: nn.Module, given: tuple[Tensor, Tensor] | None) -> tuple[Table, Table] | None:
     if given is None:
         return None
@@ -243,28 +335,28 @@ def _tables(module: nn.Module, given: tuple[Tensor, Tensor] | None) -> tuple[Tab
 
 def _norms_put_off(module: nn.Module, norms: dict[type, Norm]) -> dict[str, Callable]:
     """q_norm and k_norm of a layer, each to give `Rows`; neither where one is no norm of heads that is known."""
-    found = [_weight_and_eps(module, getattr(module, name, None), norms) for name in ("q_norm", "k_norm")]
-    if None in found or found[0][1] != found[1][1]:
+    names = "q_norm", "k_norm"
+    found = [_known_norm(module, getattr(module, name, None), norms) for name in names]
+    if None in found or found[0].eps != found[1].eps:
         return {}
-    name = type(module).__name__
-    return {f"{side}_norm": partial(_put_norm_off, name, norm) for side, norm in zip("qk", found)}
+    return {name: partial(_put_norm_off, type(module).__name__, norm) for name, norm in zip(names, found)}
 
 
-def _put_norm_off(layer: str, norm: tuple[Tensor, float], x: Tensor) -> Rows:
-    if not isinstance(x, Tensor) or x.shape[-1:] != norm[0].shape:
+def _put_norm_off(layer: str, norm: NormPutOff, x: Tensor) -> Rows:
+    if not isinstance(x, Tensor) or x.shape[-1:] != norm.weight.shape:
         refuse(layer, "normalises queries or keys twice, after their rotation, or not by heads")
     return Rows(layer, x, norm)
 
 
-def _weight_and_eps(module: nn.Module, norm: nn.Module | None, norms: dict[type, Norm]) -> tuple[Tensor, float] | None:
-    """What a norm of heads multiplies by, and its eps; None of another, or one that is more than its class."""
+def _known_norm(module: nn.Module, norm: nn.Module | None, norms: dict[type, Norm]) -> NormPutOff | None:
+    """A norm of heads; None of another, or one that is more than its class."""
     known = norms.get(type(norm))
     if known is None or "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks:
         return None
     eps, weight = getattr(norm, known.eps), norm.weight
     if eps is None or weight is None or tuple(weight.shape) != (getattr(module, "head_dim", None),):
         return None
-    return (1 + weight.float() if known.over_one else weight), eps
+    return NormPutOff(1 + weight.float() if known.over_one else weight, eps, norm)
 
 
 @cache
@@ -325,14 +417,15 @@ def _rotary(original: Callable) -> Callable:
         if known is None:
             refuse(given.layer, f"has an {_ROTARY} that is not known")
         rope, change = known
-        rotation = {"cos": change(cos.tensor), "sin": change(sin.tensor), "rope": rope}
+        arguments = {"cos": change(cos.tensor), "sin": change(sin.tensor), "rope": rope}
+        rotation = RotationPutOff(arguments, original)
         return _rotated(given.layer, query, rotation), _rotated(given.layer, key, rotation)
 
     apply_rotary_pos_emb.rotations = rotations
     return apply_rotary_pos_emb
 
 
-def _rotated(layer: str, x: Tensor | Rows, rotation: dict[str, object]) -> Rows:
+def _rotated(layer: str, x: Tensor | Rows, rotation: RotationPutOff) -> Rows:
     if not isinstance(x, Rows):
         return Rows(layer, x, None, rotation)
     if x.rotation is not None:

@@ -5,17 +5,16 @@ Then their rows of dO are not zero, mostly because labels of padding are not -10
 
 from __future__ import annotations
 
-import warnings
 import weakref
 
 import torch
 from torch import Tensor, nn
 
 from sagebwd.integrations.transformers_masks import Mask
+from sagebwd.integrations.transformers_torch import say
 
 # Layers whose dO was looked at. The host waits for the GPU to read it, so only the first that has such padding is.
 _looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_said: set[str] = set()
 
 
 def watch_padding(module: nn.Module, out: Tensor, mask: Mask, is_causal: bool) -> None:
@@ -42,17 +41,11 @@ def watch_padding(module: nn.Module, out: Tensor, mask: Mask, is_causal: bool) -
             return
         _looked_at.add(module)
         if bool(rows.any()):
-            _warn("after a row's last real token" if is_causal else "before or after a row's real tokens")
+            where = "after a row's last real token" if is_causal else "before or after a row's real tokens"
+            say(
+                f"attn_implementation='sagebwd': the loss depends on queries of padding {where}, which give zeros, "
+                "and values under 'sdpa'; give their labels -100 (docs/integrations/transformers.md#"
+                "padding-packing-and-masks)"
+            )
 
     out.register_hook(look)
-
-
-def _warn(where: str) -> None:
-    if where in _said:
-        return
-    _said.add(where)
-    warnings.warn(
-        f"attn_implementation='sagebwd': the loss depends on queries of padding {where}, which give zeros, and values "
-        "under 'sdpa'; give their labels -100 (docs/integrations/transformers.md#padding-packing-and-masks)",
-        stacklevel=3,
-    )

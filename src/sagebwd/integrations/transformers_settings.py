@@ -57,11 +57,12 @@ def has_layers(config: object) -> bool:
     return isinstance(given, dict) and bool(given.get("layers"))
 
 
-def is_fused(config: object) -> bool:
-    """Whether ``config.sagebwd`` has its layers normalise and rotate in one pass (`transformers_fusion`)."""
+def fuse_of(config: object) -> bool | None:
+    """Whether ``config.sagebwd`` has its layers normalise and rotate with attention; None where it does not say."""
+    if getattr(config, "_attn_implementation", None) != NAME:
+        return False
     given = getattr(config, NAME, None)
-    asked = isinstance(given, dict) and given.get("fuse") is True
-    return asked and getattr(config, "_attn_implementation", None) == NAME
+    return given.get("fuse") if isinstance(given, dict) else None
 
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:

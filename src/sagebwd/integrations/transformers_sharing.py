@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sagebwd.extras import extra
-from sagebwd.integrations.context_parallel import shard
-from sagebwd.integrations.ring import checked_ring_attention, place
+from sagebwd.integrations.context_parallel import checked_ring_attention, place, shard
 from sagebwd.integrations.transformers_masks import Mask
 from sagebwd.integrations.transformers_settings import NAME
 

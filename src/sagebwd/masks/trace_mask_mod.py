@@ -164,6 +164,8 @@ class _Tracer(TorchFunctionMode):
         if len(args) == 1 and not kwargs and args[0].__class__ is Tensor:  # what a tensor is, as its dtype
             return func(*args)
         kwargs = kwargs or {}
+        if func is Tensor.__getitem__ and args[1].__class__ is Symbol:
+            return self.indexed(args[0], args[1:])
         if not any(isinstance(x, (Symbol, _Rows)) for x in _leaves((args, tuple(kwargs.values())))):
             return func(*args, **kwargs)
         name = func.__name__
@@ -203,11 +205,12 @@ class _Tracer(TorchFunctionMode):
 
         What was computed is not computed again.
         """
-        axes = "".join(axis for axis in (QUERIES, KEYS) if any(axis in x.axes for x in values))
+        met = {x.axes for x in values}
+        axes = QUERIES + KEYS if {QUERIES, KEYS} <= met else max(met, default="")  # "" < "k" < "q" < "qk"
         if len(axes) == 2 and any(x.dtype.is_floating_point and len(x.axes) == 1 for x in values):
             raise Untraceable("fractions of queries beside those of keys")
-        numbers = [] if number is None else [number]
-        line = FIELD.join((name, NAMES[dtype], axes, *map(str, numbers), *(str(x.place) for x in values)))
+        numbers = [x.place for x in values] if number is None else [number, *[x.place for x in values]]
+        line = FIELD.join((name, NAMES[dtype], axes, *map(str, numbers)))
         place = self.known.get(line)
         if place is None:
             place = self.known[line] = len(INDICES) + len(self.steps)
@@ -216,21 +219,23 @@ class _Tracer(TorchFunctionMode):
 
     def value(self, x: Any, dtype: torch.dtype) -> Symbol:
         """A symbol, a tensor without dimensions or a number, in a dtype."""
-        if isinstance(x, Tensor):
+        if x.__class__ is not Symbol and isinstance(x, Tensor):
             x = self.indexed(x, ())
-        if isinstance(x, Symbol):
+        if x.__class__ is Symbol:
             return x if x.dtype == dtype else self.step("to", dtype, [x], dtype)
         if not isinstance(x, float if dtype.is_floating_point else int):
             raise Untraceable("a number of another kind")
         if dtype == torch.float64 and ctypes.c_float(x).value != x:  # kernels take numbers in float32
             raise Untraceable("a number that float32 lacks")
-        if isinstance(x, int) and not -(2**62) <= x < 2**62:
+        if isinstance(x, int) and not -(2**61) <= x < 2**61:
             raise Untraceable("a large number")
         self.numbers.append(int(x) if isinstance(x, bool) else x)
         return self.step("number", dtype, [], dtype, len(self.numbers) - 1)
 
     def common(self, a: Any, b: Any) -> torch.dtype:
         """The dtype that torch takes two operands in; a number is weak beside a tensor."""
+        if a.__class__ is b.__class__ is Symbol and a.dtype == b.dtype:
+            return a.dtype
         dtypes = [x.dtype for x in (a, b) if isinstance(x, (Symbol, Tensor))]
         numbers = [x for x in (a, b) if isinstance(x, (bool, int, float))]
         if len(dtypes) + len(numbers) != 2 or not dtypes:

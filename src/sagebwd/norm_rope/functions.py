@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +55,18 @@ def qk_norm_rope_attention(
 
     Raises: as these, and as `qk_norm_rope`.
     """
-    given = q_weight, k_weight, eps, cos, sin, rope, position_ids
+    return attend(query, key, value, (q_weight, k_weight, eps, cos, sin, rope, position_ids), attention)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], attention: dict[str, Any],
+    rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`qk_norm_rope_attention`.
+
+    Args: given, all of q_weight to position_ids; rows, makes query and key of them where attention does not within,
+    in place of `qk_norm_rope`.
+    """
     spec = spec_of(query, key, value, given, attention)
     plan = None if spec is None else PLANS.get(spec)
     packed = "cu_seqlens_q" in attention
@@ -75,7 +87,10 @@ def qk_norm_rope_attention(
         out = None if _is_transformed() else by_operator(query, key, value, prologue, attention)
         if out is not None:
             return out
-    query, key = _composed(query, key, prologue, rope, attention.get("impl"), offsets)
+    if rows is not None:
+        query, key = rows(query, key)
+    else:
+        query, key = _composed(query, key, prologue, given[5], attention.get("impl"), offsets)
     return (sage_attention_varlen if packed else sage_attention)(query, key, value, **attention)
 
 

@@ -54,7 +54,8 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, given: tuple, options: di
     cast = autocast_dtype(query.device) if torch._C._is_any_autocast_enabled() and isinstance(query, Tensor) else None
     rest = [x for x in options.values() if not isinstance(x, Tensor)]
     of_attention = options.get("recipe", _DENSE["recipe"]), options.get("window")
-    return specification.spec_of(tensors, None, *of_attention, tuple(options), eps, rope, cast, *rest)
+    settings = tuple(options), eps, rope, cast, *rest
+    return specification.laid_out(specification.kind_of(tensors, None, *of_attention, settings), tensors)
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Plan | str:

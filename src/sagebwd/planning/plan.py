@@ -129,7 +129,7 @@ class Plan:
             call = self._call(None, None, cu_seqlens_q, cu_seqlens_k)._replace(**read.fields, prologue=prologue)
             program = self._forward_program(mask.elements if unread else None, traced, trains, call, q, k, v, sinks)
             self.programs.put(read.layouts, program)
-        o, lse, *rest = program.run(tensors, workspace)
+        o, lse, *rest = program.run(tensors, workspace, () if traced is None else traced.numbers)
         if unread and trains:
             mask.parts.keep(_LEFT, Left(*rest[-len(Left._fields) :]))
         return o, lse, workspace
@@ -174,7 +174,7 @@ class Plan:
             of_mask = (elements, left, None) if unread else (None, None, traced)
             program = self._backward_program(*of_mask, call, workspace, o, lse, do, dlse, q, k, v)
             self.programs.put(key, program)
-        *gradients, by_block = program.run(tensors)
+        *gradients, by_block = program.run(tensors, None, () if traced is None else traced.numbers)
         if by_block is not None:
             by_block = dispatch.runtime().sinks.sum_of_blocks(by_block, self.call.queries.heads)
         return *gradients, by_block
@@ -315,7 +315,7 @@ class Plan:
             workspace = workspace.clone(memory_format=torch.contiguous_format)
         saved = self._saved(o, lse, workspace)
         if self.is_empty:
-            gradients = (x.zero_() for x in empty_gradients(call.recipe, call.head_dim, o, v))
+            gradients = (x.zero_() for x in empty_gradients(call.head_dim, o, v))
             return *gradients, None if saved.weight is None else saved.weight.new_zeros(call.queries.heads)
         with _without_autocast(v.device):
             dq, dk, dv = dispatch.backward(self.choice, call, saved, do, dlse, q, k, v)

@@ -400,7 +400,7 @@ def backward(
     if not call.packed:
         band = Band.of(call.is_causal, call.window_left, call.window_right)
         gradients = Emulator(q, k, v, recipe, scale, band, call.key_mask, call.mask).backward(do, o, lse, dlse)
-        return tuple(x.copy_(gradient) for x, gradient in zip(empty_gradients(recipe, call.head_dim, o, v), gradients))
+        return tuple(x.copy_(gradient) for x, gradient in zip(empty_gradients(call.head_dim, o, v), gradients))
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, keys, band in _sequences(call):
         sequence = Emulator(_unpack(q, rows), _unpack(k, keys), _unpack(v, keys), recipe, scale, band)

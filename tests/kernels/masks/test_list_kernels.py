@@ -51,10 +51,10 @@ def check_queries(name: str) -> None:
     assert torch.equal(found.cpu(), torch_lists.of_queries(mask.blocks, key_mask, *settings))
 
 
-def check_keys(name: str, queries: int, interleave_heads: bool) -> None:
+def check_keys(name: str, queries: int, turns: bool) -> None:
     mask, key_mask, tokens, band, _, group, heads = case(name)
     tiles = sm90_block_lists._packed(mask, tokens, True)[1]
-    settings = tokens, band, (queries, 128), group, heads, interleave_heads
+    settings = tokens, band, (queries, 128), group, heads, heads * len(key_mask) if turns else 1
     expected, programs = torch_lists.of_keys(mask.blocks, tiles, key_mask, *settings)
     ours, our_programs = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings)
     assert torch.equal(ours.cpu(), expected)
@@ -62,7 +62,7 @@ def check_keys(name: str, queries: int, interleave_heads: bool) -> None:
     assert torch.equal(our_programs.cpu()[there], programs[there])
     assert torch.equal(our_programs[:, 1].cpu(), programs[:, 1])
     given = *on_device(mask.blocks, tiles, key_mask), *settings[:-2]
-    alone, nothing = list_kernels.of_keys(*given, 0, interleave_heads)
+    alone, nothing = list_kernels.of_keys(*given, 0, 1)
     assert torch.equal(alone.cpu(), expected)
     assert nothing is None
 
@@ -91,7 +91,7 @@ def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in CASES])
 def test_lists_of_keys_are_torchs(name):
-    check_keys(name, queries=64 if name != "even" else 128, interleave_heads=len(name) % 2 == 0)
+    check_keys(name, queries=64 if name != "even" else 128, turns=len(name) % 2 == 0)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in ("matrix", "sinks")])
@@ -118,7 +118,7 @@ def test_a_window_beyond_every_key_is_none(far):
             assert all(bound is None or -(2**31) <= bound < 2**31 for bound in (found.lower, found.upper))
             ours, exact = (list_kernels.of_queries(blocks, keys, tokens, band, tile) for band in (found, expected))
             assert torch.equal(ours, exact)
-            settings = (64, 128), group, heads, True
+            settings = (64, 128), group, heads, heads
             ours, exact = (
                 list_kernels.of_keys(blocks, tiles, keys, tokens, band, *settings)[0] for band in (found, expected)
             )
@@ -133,18 +133,18 @@ def test_a_window_beyond_every_key_is_none(far):
                 assert torch.equal(exact.cpu(), made)
 
 
-@pytest.mark.parametrize("interleave_heads", [pytest.param(x, marks=on_gpu) for x in (False, True)])
+@pytest.mark.parametrize("last_heads", [pytest.param(x, marks=on_gpu) for x in (1, 2, 6)])
 @pytest.mark.parametrize(("most", "least"), [(264, 1), (5, 2), (40, 3)])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_shares_are_torchs(heads, most, least, interleave_heads, monkeypatch):
+def test_shares_are_torchs(heads, most, least, last_heads, monkeypatch):
     """Of lists of any lengths, more of them than are looked at together."""
     monkeypatch.setattr(list_kernels, "LISTS", 8)
     monkeypatch.setattr(work_splits, "MOST", most)
     monkeypatch.setattr(work_splits, "LEAST", least)
     lengths = torch.randint(0, 9, (2, heads, 7, 16), generator=torch.Generator().manual_seed(heads), dtype=torch.int32)
     lengths[0, 0, 3, 1] = 60
-    expected = torch_lists.work_splits_of(lengths, 2, 3, interleave_heads)
-    found = list_kernels._work_splits(lengths.to(DEVICE), 3, interleave_heads, most, least).cpu()
+    expected = torch_lists.work_splits_of(lengths, 2, 3, last_heads)
+    found = list_kernels._work_splits(lengths.to(DEVICE), 3, last_heads, most, least).cpu()
     there = expected[:, 1] < 7
     assert torch.equal(found[there], expected[there])
     assert torch.equal(found[:, 1], expected[:, 1])

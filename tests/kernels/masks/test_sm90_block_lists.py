@@ -178,20 +178,20 @@ def test_what_is_added_lies_as_kernels_read_it(kind):
 
 
 @pytest.mark.parametrize(
-    ("most", "least", "interleave_heads"), [(264, 32, False), (264, 32, True), (264, 1, True), (5, 2, False)]
+    ("most", "least", "last_heads"), [(264, 32, 1), (264, 32, 4), (264, 1, 4), (264, 32, 3), (5, 2, 1)]
 )
 @pytest.mark.parametrize("kind", ["bool-all", "bool-none", "prefix", "sinks", "document"])
-def test_shares_have_each_block_of_a_list_once(kind, most, least, interleave_heads, monkeypatch):
+def test_shares_have_each_block_of_a_list_once(kind, most, least, last_heads, monkeypatch):
     monkeypatch.setattr(work_splits, "MOST", most)
     monkeypatch.setattr(work_splits, "LEAST", least)
     shape, heads = (2, 4, 700, 380), 2
     mask, key_mask = case(kind, shape)
     blocks_k = -(-shape[3] // TILE)
     lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), shape[1] // heads).lists
-    programs = torch_lists.work_splits_of(lists, shape[0], heads, interleave_heads)
+    programs = torch_lists.work_splits_of(lists, shape[0], heads, last_heads)
     if (most, least) == (264, 32):
         group = shape[1] // heads
-        block_lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), group, heads, interleave_heads)
+        block_lists = of_keys(mask, key_mask, shape[2:], Band(), (64, TILE), group, heads, last_heads)
         assert torch.equal(block_lists.work_splits, programs)
     programs = programs.tolist()
     assert len(programs) == shape[0] * heads * blocks_k + most
@@ -220,5 +220,6 @@ def test_shares_have_each_block_of_a_list_once(kind, most, least, interleave_hea
     if least == 1 and kind == "bool-none":
         assert cut
     uncut = [program for program in programs[: sum(there)] if program[5] == 1]
-    whole = [program[1::-1] if interleave_heads else program[:2] for program in uncut]
-    assert whole == sorted(whole)  # key heads by turns, or one after another
+    first = shape[0] * heads - last_heads
+    whole = [(head, block) if head < first else (first, block, head) for head, block, *_ in uncut]
+    assert whole == sorted(whole)  # key heads one after another, the last ones by turns

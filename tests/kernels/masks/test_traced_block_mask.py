@@ -1,13 +1,17 @@
 """BlockMasks whose mask_mod a kernel computes, interpreted where there is no GPU, against what torch computes."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
 
 from sagebwd import read_block_mask, sage_attention
+from sagebwd.cache import PLANS
 from sagebwd.kernels.masks import blocks, sm90_block_lists, traced_block_mask
 from sagebwd.kernels.masks.traced_block_mask import TracedBlockMask
+from sagebwd.kernels.runtime.program import Program
 from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.tiles import tiles_of
@@ -186,6 +190,34 @@ def test_a_mask_that_changes_has_the_same_text():
     assert one.text == other.text
     assert (one.numbers, other.numbers) == ((3,), (700,))
     assert [x.numel() for x in (*one.tables, *other.tables)] == [5, 9]
+
+
+def test_a_mask_of_other_tiles_has_the_same_programs(by_kernels):
+    """Regression: each number of tiles that are shown in part had a program of its own, half a ms of the host's."""
+    counts, programs = [], []
+    for table in (torch.zeros(KEYS, device=DEVICE).int(), torch.arange(KEYS, device=DEVICE).int()):
+        mask_mod = partial(lambda table, b, h, q, k: (table[q] == table[k]) & (q >= k), table)
+        mask = read_block_mask(create_block_mask(mask_mod, None, None, TOKENS, KEYS, device=DEVICE))
+        for by_key in (False, True):
+            sm90_block_lists.words_of(mask.elements[:, None], by_key)
+        counts.append(len(mask.elements) - 2)
+        programs.append(len(PLANS))
+    assert counts == [3, 2]
+    assert programs[0] == programs[1]
+
+
+def test_a_mask_of_other_numbers_has_the_same_programs(by_kernels, monkeypatch):
+    """Regression: each number that a mask_mod captured had programs of its own, 25 ms of the host's a call."""
+    described, of = [], Program.of
+    monkeypatch.setattr(Program, "of", lambda *given: described.append(given[0]) or of(*given))
+    for width in (5, -1, 0, 32, 200):
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, TOKENS, KEYS, device=DEVICE)
+        mask.mask_mod = partial(lambda width, b, h, q, k: (q - k < width) & (q + 3 >= k), width)
+        assert_equal(results(mask), results(tiles_of(mask).kept()))
+        assert torch.equal(pairs(read_block_mask(mask)), pairs(tiles_of(mask)))
+        if width == 5:
+            before = len(described)
+    assert len(described) == before
 
 
 def inputs() -> list[Tensor]:

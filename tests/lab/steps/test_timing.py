@@ -14,7 +14,7 @@ from lab.steps import tables as tables
 from lab.steps import timing as bench
 from lab.steps.runner import Layer
 from lab.training.config import Config
-from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.planning.plan import Plan
 from tests.lab.training.runs import command, finish
 
@@ -75,12 +75,11 @@ def test_a_wrong_attention_prints_no_figure(monkeypatch):
 @pytest.mark.rounding
 @pytest.mark.parametrize("compiled", ["no", "layers"])
 def test_a_fused_choice_is_named_and_runs(monkeypatch, compiled):
-    seen, real = [], integration.qk_norm_rope_attention
+    seen, real = [], fusion.attend
     monkeypatch.setattr(Layer, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     if compiled == "no":  # a list that grows would be compiled anew
-        counted = lambda *x, **given: seen.append(1) or real(*x, **given)  # noqa: E731
-        monkeypatch.setattr(integration, "qk_norm_rope_attention", counted)
+        monkeypatch.setattr(fusion, "attend", lambda *given: seen.append(1) or real(*given))
     full, token, fused = measure("sdpa", "token", "token+fused@reference", compiled=compiled)
     assert (fused.attention, fused.recipe, fused.impl) == ("token+fused@reference", "token", "reference")
     assert full.gate == token.gate == fused.gate == "ok"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lab.training.model import build
-from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_fusion as fusion
 
 
 def logits(model, ids):
@@ -24,10 +24,8 @@ def test_it_is_transformers_own(tiny, kv_heads):
 
 @pytest.mark.rounding
 def test_a_fused_model_is_the_unfused(tiny, monkeypatch):
-    seen, real = [], integration.qk_norm_rope_attention
-    monkeypatch.setattr(
-        integration, "qk_norm_rope_attention", lambda *x, **settings: seen.append(1) or real(*x, **settings)
-    )
+    seen, real = [], fusion.attend
+    monkeypatch.setattr(fusion, "attend", lambda *given: seen.append(1) or real(*given))
     ids, found = torch.arange(40).reshape(2, 20), []
     for fuse in (False, True):
         model = build(tiny.replace({"attention.recipe": "full", "attention.fuse": fuse}), 257)

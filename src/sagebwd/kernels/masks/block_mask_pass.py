@@ -74,8 +74,10 @@ def tiles_of(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int]) -> T
 
 
 def elements_of(found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int]) -> Read:
-    """A BlockMask of such tiles, with room for as many as are listed."""
-    stored = program.run(_elements, found, room, *trace, sizes, tokens)[0]
+    """A BlockMask of such tiles, with room for as many as are listed: how many these are is in no program."""
+    side = masks.TILE
+    stored = torch.empty(COMMON.value + room, side, side, dtype=torch.bool, device=found.given.device)
+    program.run(_elements, found, stored[:1], *trace, sizes, tokens)
     return Read(found.blocks, found.tiles, found.keys, stored)
 
 
@@ -100,15 +102,20 @@ def _read(
     tokens: tuple[int, int], batch: int, form: str,
 ) -> Read:  # fmt: skip
     found = _tiles(lists, sizes, tokens, batch)
-    stored = _shown(found, math.prod(found.tiles.shape), Trace(text, tables, numbers), sizes, tokens, form)
+    side, dtype = masks.TILE, torch.bool if form == ELEMENTS else torch.int32
+    room = COMMON.value + math.prod(found.tiles.shape)
+    stored = torch.empty(room, side, side if form == ELEMENTS else 4, dtype=dtype, device=found.given.device)
+    _shown(found, stored, Trace(text, tables, numbers), sizes, tokens, form)
     return Read(found.blocks, found.tiles, found.keys, stored)
 
 
 def _elements(
-    found: Tiles, room: int, text: str, tables: tuple[Tensor, ...], numbers: tuple, sizes: tuple[int, int],
+    found: Tiles, stored: Tensor, text: str, tables: tuple[Tensor, ...], numbers: tuple, sizes: tuple[int, int],
     tokens: tuple[int, int],
-) -> tuple[Tensor]:  # fmt: skip
-    return (_shown(found, room, Trace(text, tables, numbers), sizes, tokens, ELEMENTS),)
+) -> tuple[()]:  # fmt: skip
+    """What listed tiles show, into a tensor whose first tile is given."""
+    _shown(found, stored, Trace(text, tables, numbers), sizes, tokens, ELEMENTS)
+    return ()
 
 
 def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch: int) -> Tiles:
@@ -133,15 +140,10 @@ def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch:
 
 
 def _shown(
-    found: Tiles, room: int, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int], form: str
-) -> Tensor:
-    """What listed tiles show, of which there is room for so many; writes their blocks and keys."""
-    given, device, side = found.given, found.given.device, masks.TILE
-    grid = found.tiles.shape
-    lie = (side, side) if form == ELEMENTS else (side, 4)
-    dtype = torch.bool if form == ELEMENTS else torch.int32
-    stored = torch.empty(COMMON.value + room, *lie, dtype=dtype, device=device)
-    longest = max(tokens)
+    found: Tiles, stored: Tensor, trace: Trace, sizes: tuple[int, int], tokens: tuple[int, int], form: str
+) -> None:
+    """Write what listed tiles show, their blocks and keys."""
+    given, grid, longest = found.given, found.tiles.shape, max(tokens)
     asked, chunks = _asked(trace, found, longest), -(-longest // TOKENS)
     of_trace, places = (asked, asked.along.stride(0), longest), (found.listed, found.count)
     program.launch(
@@ -154,14 +156,14 @@ def _shown(
         stored.view(torch.uint8) if form == ELEMENTS else stored, TEXT=trace.text, FORM=form, **_pieces(sizes),
         num_warps=4,
     )  # fmt: skip
-    return stored
 
 
 class Asked(NamedTuple):
     """A trace as kernels take it: tables, sizes and strides (`MOST_DIMENSIONS` of each table), numbers, none of them
     empty, and room for values along an axis of each head.
 
-    Integers in tuples are doubled: of a 1 Triton makes a constant, and Triton 3.6 then mixes up what is beside it.
+    Sizes and strides are doubled: of a 1 in a tuple Triton makes a constant, and Triton 3.6 then mixes up what is
+    beside it. numbers: as `Numbers` gives them.
     """
 
     tables: tuple[Tensor, ...]
@@ -180,8 +182,7 @@ def _asked(trace: Trace, found: Tiles, longest: int) -> Asked:
     )
     heads = given.shape[0] * given.shape[1]
     along = torch.empty(max(1, len(crossings(trace.text))), heads, longest, dtype=torch.int64, device=given.device)
-    numbers = tuple(2 * n if isinstance(n, int) else n for n in trace.numbers) or (0,)
-    return Asked(tables, sizes, strides, numbers, along)
+    return Asked(tables, sizes, strides, trace.numbers or (0,), along)
 
 
 def _pieces(sizes: tuple[int, int]) -> dict[str, int]:

@@ -35,11 +35,11 @@ def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: 
 
 def of_keys(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int, interleave_heads: bool,
+    group: int, heads: int, last_heads: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The lists of `sm90_block_lists.of_keys`, and their splits if heads is not 0; tiles, of words."""
     limits = work_splits.MOST, work_splits.LEAST
-    return program.run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, interleave_heads, limits)
+    return program.run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, last_heads, limits)
 
 
 def lists_of(
@@ -78,7 +78,7 @@ def _query_lists(
 
 def _key_lists(
     blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int, interleave_heads: bool, limits: tuple[int, int],
+    group: int, heads: int, last_heads: int, limits: tuple[int, int],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     batch, of_blocks, (rows, columns) = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
     of_lists = -(-of_blocks // group)  # of one head of blocks one list is all heads'
@@ -102,25 +102,16 @@ def _key_lists(
         length,
         **options,
     )
-    return lists, _work_splits(lists, heads, interleave_heads, *limits) if heads else None
+    return lists, _work_splits(lists, heads, last_heads, *limits) if heads else None
 
 
-def _work_splits(lists: Tensor, heads: int, interleave_heads: bool, most: int, least: int) -> Tensor:
+def _work_splits(lists: Tensor, heads: int, last_heads: int, most: int, least: int) -> Tensor:
     (batch, _, columns, _), device = lists.shape, lists.device
     count = batch * heads * columns
     programs = torch.empty(count + most, work_splits.FIELDS, dtype=torch.int32, device=device)
     places = torch.empty(count, 3, dtype=torch.int32, device=device)
     given = lists, *_strides(lists, 3), batch * heads, heads, columns, places, programs
-    program.launch(
-        _places_kernel,
-        (1,),
-        *given,
-        INTERLEAVE_HEADS=interleave_heads,
-        MOST=most,
-        LEAST=least,
-        LISTS=LISTS,
-        num_warps=8,
-    )
+    program.launch(_places_kernel, (1,), *given, last_heads, MOST=most, LEAST=least, LISTS=LISTS, num_warps=8)
     program.launch(_shares_kernel, (count,), *given, CHUNK=32, num_warps=1)
     return programs
 
@@ -362,10 +353,10 @@ def _counts_of(lists, stride_batch, stride_head, stride_row, number, count, head
     return at, in_part, in_part + tl.load(lists + at + 1, mask=number < count, other=0)
 
 
-@triton.jit(do_not_specialize=OF_LISTS)
+@triton.jit(do_not_specialize=[*OF_LISTS, "last_heads"])
 def _places_kernel(
-    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs,
-    INTERLEAVE_HEADS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
+    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, last_heads,
+    MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     """One program: of each list its first program, how many these are, and its number; programs beyond the last."""
     count, along = all_heads * columns, tl.arange(0, LISTS)
@@ -381,12 +372,13 @@ def _places_kernel(
         cut_in_all += tl.sum(is_cut, 0)
         splits_total += tl.sum(is_cut * tl.cdiv(length, longest), 0)
     cut_before, splits_before = 0, 0
+    first_turn = count - last_heads * columns
     for first in range(0, count, LISTS):
         turn = first + along
-        # past the last list, where heads take turns, are no other's
-        number = (
-            tl.where(turn < count, turn % all_heads * columns + turn // all_heads, count) if INTERLEAVE_HEADS else turn
-        )
+        past = turn - first_turn
+        # as `longest_first.in_turns`
+        in_turns = first_turn + past % last_heads * columns + past // last_heads
+        number = tl.where((past >= 0) & (turn < count), in_turns, turn)
         _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns)
         is_cut = (length > longest).to(tl.int32)
         of_list = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)

@@ -47,16 +47,16 @@ def blocks_of(elements: Tensor) -> tuple[Tensor, Tensor]:
 
 def words_of(elements: Tensor, by_key: bool) -> tuple[Tensor, Tensor]:
     """`sagebwd.kernels.masks.sm90_block_lists.words_of` a tensor in four dimensions."""
-    found = read(elements, blocks=False, words=not by_key, words_by_key=by_key)
+    with torch.cuda.device_of(elements):  # at once: a program would be that of so many tiles alone
+        found = Pass(*_read(elements, 1, False, not by_key, by_key))
     return found.words_by_key if by_key else found.words, found.tiles
 
 
-def read(
-    elements: Tensor, batch: int = 1, *, blocks: bool = True, words: bool = False, words_by_key: bool = False
-) -> Pass:
-    """What is asked for of a tensor in four dimensions; batch: the keys', elements' or any where that is 1."""
+def read(elements: Tensor, batch: int = 1, *, words: bool = False, words_by_key: bool = False) -> Pass:
+    """Blocks and keys of a tensor in four dimensions, and the words that are asked for; batch: the keys', elements' or
+    any where that is 1."""
     with torch.cuda.device_of(elements):
-        return Pass(*program.run(_read, elements, batch, blocks, words, words_by_key))
+        return Pass(*program.run(_read, elements, batch, True, words, words_by_key))
 
 
 def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key: bool) -> Pass:

@@ -87,7 +87,7 @@ def _crossing(text, place):
 def store_along(TEXT: tl.constexpr, AXIS: tl.constexpr, asked, along, stride_value, batch, head, at, there):
     """Store values along an axis, ``"q"`` or ``"k"``, at some tokens of a head.
 
-    asked: tables, their sizes and strides, and numbers, all integers doubled. along: where a head's first value goes,
+    asked: as of `block_mask_pass`. along: where a head's first value goes,
     ``stride_value`` before the next. batch, head, at: int64.
     """
     values = (batch, head, at, at)
@@ -144,7 +144,7 @@ def _value(TEXT: tl.constexpr, STEP: tl.constexpr, values, asked):
         if DTYPE.is_floating():
             return tl.full((), asked.numbers[FIRST], tl.float64).to(DTYPE)
         else:
-            return _to(tl.full((), asked.numbers[FIRST], tl.int64) // 2, DTYPE)
+            return _to((tl.full((), asked.numbers[FIRST], tl.int64) - 3) >> 2, DTYPE)
     elif NAME == "load":
         return _loaded(TEXT, STEP, values, asked, DTYPE)
     elif NAME == "to":

@@ -52,14 +52,14 @@ def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band
 
 def of_keys(
     mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], group: int,
-    heads: int = 0, interleave_heads: bool = False,
+    heads: int = 0, last_heads: int = 1,
 ) -> BlockLists:  # fmt: skip
     """For the backward; group: query heads that a key head serves; heads: key heads, if lists are to be cut, whose
-    programs then come ``interleave_heads`` or not (`sagebwd.kernels.masks.work_splits`)."""
+    programs then come head by head, but those of the last heads in turns (`sagebwd.kernels.masks.work_splits`)."""
     from sagebwd.kernels.masks import list_kernels
 
     words, tiles = _bits(mask, tokens, True)
-    settings = tokens, band, tile, group, heads, interleave_heads
+    settings = tokens, band, tile, group, heads, last_heads
     lists, work_splits = mask.made(
         ("keys", len(key_mask), *settings), lambda: list_kernels.of_keys(mask.blocks, tiles, key_mask, *settings)
     )

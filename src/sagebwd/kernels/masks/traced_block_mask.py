@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sagebwd.cache import layout_of
 from sagebwd.kernels.masks import blocks as maps
+from sagebwd.kernels.runtime.numbers import Numbers
 from sagebwd.masks.kinds import ELEMENTS, WORDS_BY_KEY
 from sagebwd.masks.mask import TILE, Mask
 from sagebwd.masks.parts import PartsOfCall
@@ -68,6 +69,7 @@ class TracedBlockMask(NamedTuple):
         for x in (*lists, *trace.tables):
             if x is not None and (x.device != device or x.layout is not torch.strided):
                 return None
+        trace = trace._replace(numbers=Numbers(trace.numbers))
         return cls(Lists(*lists), trace, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
 
     @property
@@ -97,8 +99,13 @@ class TracedBlockMask(NamedTuple):
         return [x for x in (*self.lists, *self.trace.tables) if x is not None]
 
     @property
+    def numbers(self) -> list[int | float]:
+        """Values that programs which read it are given."""
+        return self.trace.numbers.values
+
+    @property
     def kind(self) -> Hashable:
-        """All but what tensors hold: what a program that reads it follows from."""
+        """All but what tensors hold, and numbers: what a program that reads it follows from."""
         trace = self.trace
         lists = map(layout_of, self.lists)
         return trace.text, trace.numbers, self.sizes, self.tokens, *lists, *map(layout_of, trace.tables)

@@ -100,7 +100,7 @@ def backward(
     k_t = launch_transpose(saved.k_int8, keys, KEYS)
     blocks_q, blocks_k = queries.blocks(QUERIES), keys.blocks(KEYS)
     dq_sums = zeros((queries.heads_in_all, blocks_q, QUERIES * call.head_dim), torch.float32, do.device)
-    dq, dk, dv = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
 
     variant = variant_of(BACKWARD, call.head_dim, arch, half=half, int8_dp=int8_dp, turned=call.turned)
     grid = keys.blocks(KEYS)

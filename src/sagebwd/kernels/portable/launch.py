@@ -93,7 +93,7 @@ def backward(
     of_dp = (v, do) if values is None else (values.v_int8, do_int8)
     shared = q_operand, k_operand, *of_dp, saved.k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
-    dq, dk, dv = empty_gradients(recipe, call.head_dim, saved.o, v)
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
     launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
     launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
     return dq, dk, dv

@@ -65,7 +65,7 @@ def backward(
     inputs = (aligned_rows(_filled(x, width)) for x, width in zip((q, k, v), (columns, columns, values)))
     gradients = _by_parts(family, wide, *given, contiguous(dlse), *inputs)
     if wide.columns != (call.head_dim, call.value_dim):
-        narrow = empty_gradients(call.recipe, call.head_dim, saved.o, v)
+        narrow = empty_gradients(call.head_dim, saved.o, v)
         gradients = tuple(
             gradient if gradient.shape == x.shape else copy(x, gradient[..., : x.shape[-1]])
             for x, gradient in zip(narrow, gradients)
@@ -85,7 +85,7 @@ def _by_parts(
     step = key_heads_a_part(call)
     if step == call.keys.heads:
         return family.backward(call, saved, do, dlse, q, k, v)
-    gradients = empty_gradients(call.recipe, call.columns[0], saved.o, v)
+    gradients = empty_gradients(call.columns[0], saved.o, v)
     for first in range(0, call.keys.heads, step):
         begin_part()
         of_keys = slice(first, min(first + step, call.keys.heads))

@@ -19,6 +19,7 @@ from triton.compiler import CompiledKernel
 from sagebwd.kernels.runtime.cuda import CudaLaunch
 from sagebwd.kernels.runtime.device import clear
 from sagebwd.kernels.runtime.ffi import Packed
+from sagebwd.kernels.runtime.numbers import Number
 
 # Encoded descriptors kept of each argument: a training step has some memory after memory, the next the same again.
 MOST_DESCRIPTORS = 256
@@ -148,7 +149,9 @@ def _filler(arguments: list, of_tensors: bool = False) -> Callable[[list], list]
             return f"{named(x.of)}(given)" if of_tensors else f"given[{x.owner}] + {x.offset}"
         if isinstance(x, Descriptor):
             return f"{named(x.at)}({written(x.place)})"
-        if isinstance(x, tuple) and any(isinstance(field, (Place, tuple)) for field in x):
+        if isinstance(x, Number):
+            return f"given[{x.place}]"
+        if isinstance(x, tuple) and any(isinstance(field, (Place, Number, tuple)) for field in x):
             fields = f"({''.join(f'{written(field)}, ' for field in x)})"
             return f"{named(x._make)}({fields})" if of_tensors and hasattr(x, "_make") else fields
         return named(x)

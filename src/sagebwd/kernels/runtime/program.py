@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +38,7 @@ from sagebwd.kernels.runtime.launchers import (
     Place,
     TritonLauncher,
 )
+from sagebwd.kernels.runtime.numbers import Numbers, sampled
 
 # By which a user names Triton's folder of compiled kernels.
 TRITON_CACHE_DIR, TRITONS = "TRITON_CACHE_DIR", "Triton's"
@@ -117,7 +118,7 @@ def compiled(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict
     began = time.perf_counter()
 
     def loaded() -> Any:
-        found = kernel.run(*arguments, grid=grid, warmup=True, **options)
+        found = kernel.run(*sampled(arguments), grid=grid, warmup=True, **options)
         found.run  # noqa: B018 (loads it, which raises OutOfResources where it does not fit)
         return found
 
@@ -161,18 +162,19 @@ def run(function: Callable[..., tuple[Tensor | None, ...]], *given: Any) -> tupl
     Args:
         function: allocates by torch.empty and its kin, or `zeros`, works by `launch` and `copy` alone, and returns new
             tensors, or None in their place.
-        given: tensors, named tuples of such, and whatever else can be hashed.
+        given: tensors, named tuples of such, `Numbers` once at most, and whatever else can be hashed.
     """
     if is_described():
         return function(*given)
     leaves = list(leaves_of(given))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
+    numbers = [value for x in leaves if isinstance(x, Numbers) for value in x.values]
     key = function, *(layout_of(x) if isinstance(x, Tensor) else x for x in leaves)
     program = PLANS.get(key)
     if program is None:
         program = Program.of(function, given)
         PLANS.put(key, program)
-    return program.run(tensors)
+    return program.run(tensors, None, numbers)
 
 
 def leaves_of(given: tuple) -> Iterator[Any]:
@@ -320,8 +322,10 @@ class Program:
             function()
         return cls(builder, [], (), device, {})
 
-    def run(self, tensors: list[Tensor], workspace: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """The outputs for inputs and a workspace; None in place of those that the workspace has."""
+    def run(
+        self, tensors: list[Tensor], workspace: Tensor | None = None, numbers: Sequence[int | float] = ()
+    ) -> tuple[Tensor | None, ...]:
+        """The outputs for inputs, a workspace and values of `Numbers`; None where the workspace has one."""
         device = self.device
         own = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.memory]
         tensors += own
@@ -330,6 +334,9 @@ class Program:
         if self.scratch_bytes:
             tensors.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
         addresses = [x.data_ptr() for x in tensors]
+        if numbers:
+            addresses += numbers
+            tensors += numbers
         stream = current_stream(device)
         for one in self.launches:
             one.start(addresses, tensors, stream)
@@ -372,6 +379,8 @@ def _described(given: Any, inputs: list[Tensor]) -> Any:
         described = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
         inputs.append(described)
         return described if given.data_ptr() % TAKEN == 0 else dense(described)
+    if isinstance(given, Numbers):
+        return given.places()
     if isinstance(given, tuple) and (hasattr(given, "_fields") or type(given) is tuple):
         fields = [_described(x, inputs) for x in given]
         return type(given)(*fields) if hasattr(given, "_fields") else tuple(fields)

@@ -158,7 +158,7 @@ def accumulate(
                 out = as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, len(dk))  # over this warpgroup's V
                 store_gradient(
                     scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, out, work_tile,
-                    work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED, OUT_LAYOUT,
+                    work_tile.first + CONSUMER * ROWS, sizes, KIND, OUT_LAYOUT,
                 )  # fmt: skip
         else:
             # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.common.strided import counted
 from sagebwd.kernels.runtime.alignment import TMA_BYTES, contiguous
+from sagebwd.kernels.sm90.backward.arguments import Kind
 
 
 @cache
@@ -51,6 +52,11 @@ def vectors(x: Tensor, columns: int, width: int = 0) -> TensorDescriptor:
     """Rows of a contiguous tensor, which threads read themselves; with zeros behind, if ``width`` says up to where."""
     layout = _layout(0, 8 * x.element_size())
     return _described(x, (x.numel() // columns, columns), columns, (1, width or columns), layout)
+
+
+def gradient_blocks(x: Tensor, kind: Kind, block: tuple[int, int]) -> TensorDescriptor:
+    """Blocks of dK or dV, dense, as TMA writes them where no block is ragged."""
+    return matrix(x, x.shape[-1] * (x.shape[1] if kind.BY_TOKEN else 1), block)
 
 
 def gradient_strides(call: Call, *gradients: Tensor) -> tuple[int, ...]:

@@ -51,19 +51,24 @@ def as_tiles(memory, desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def store_gradient(
-    pieces, out, strides, desc, memory, work_tile, first_k, sizes, RAGGED: gl.constexpr, LAYOUT: gl.constexpr
+    pieces, out, strides, desc, memory, work_tile, first_k, sizes, KIND: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
 
     memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another.
     """
-    if RAGGED:
+    # a block of TMA is as wide as the form, and would write on into the next head's channels
+    NARROW: gl.constexpr = len(strides) > 3
+    if KIND.RAGGED or (KIND.BY_TOKEN and NARROW):
         store_rows(pieces, out, strides, work_tile, first_k, LAYOUT)
     else:
-        row = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k
+        WIDTH: gl.constexpr = pieces[0].shape[1]
+        row, column = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k, 0
+        if KIND.BY_TOKEN:
+            row, column = work_tile.batch * sizes.tokens_k + first_k, work_tile.head * (len(pieces) * WIDTH)
         for piece in gl.static_range(len(pieces)):
             part = memory.index(piece % memory.shape[0])
-            store_block(desc, part, pieces[piece], row, piece * pieces[0].shape[1])
+            store_block(desc, part, pieces[piece], row, column + piece * WIDTH)
 
 
 @gluon.jit
@@ -83,5 +88,5 @@ def store_both(
     if is_mine:
         first_k = work_tile.first + CONSUMER * ROWS
         of_dk, of_dv = tensors.strides[:EACH], tensors.strides[-EACH:]
-        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND.RAGGED, LAYOUT)
-        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND.RAGGED, LAYOUT)
+        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND, LAYOUT)
+        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND, LAYOUT)

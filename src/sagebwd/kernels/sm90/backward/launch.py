@@ -15,11 +15,20 @@ from sagebwd.kernels.runtime.program import launch, zeros
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, WorkSplits, block_sparse_and_bias
 from sagebwd.kernels.sm90.backward.block_sparse import COUNTERS
-from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_strides, matrix, transposed, vectors
+from sagebwd.kernels.sm90.backward.descriptor import (
+    Rows,
+    empty_by_head,
+    gradient_blocks,
+    gradient_strides,
+    matrix,
+    transposed,
+    vectors,
+)
 from sagebwd.kernels.sm90.backward.kernel import backward_kernel, key_query_kernel
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, DELTA_CHANNELS, ROWS
 from sagebwd.kernels.sm90.backward.tiles_per_cta import backward_heads_at_once, backward_tiles_per_cta
 from sagebwd.kernels.sm90.backward.value_kernel import value_kernel
+from sagebwd.kernels.sm90.longest_first import last_heads
 from sagebwd.kernels.sm90.operands.bwd_postprocess import dq_sum_scale, launch_finish_dq
 from sagebwd.kernels.sm90.operands.bwd_preprocess import DELTA_PARTS, SCALES, RowValues, launch_row_values
 from sagebwd.kernels.sm90.operands.finish_gradients import launch_finish_gradients, launch_sum_shares
@@ -42,8 +51,10 @@ def prepare(direction: str, call: Call) -> Call:
     tokens, blocks = (call.queries.tokens, call.keys.tokens), (tile.queries, CONSUMERS.value * ROWS.value)
     band = Band.of(call.is_causal, call.window_left, call.window_right)
     # splits of a list are added up in any order
-    heads = 0 if call.deterministic else call.keys.heads
-    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, tile.split_dkdv)
+    heads, in_all = 0 if call.deterministic else call.keys.heads, call.keys.heads_in_all
+    # two kernels have all heads take turns
+    last = in_all if tile.split_dkdv else last_heads(call.keys.blocks(blocks[1]), in_all, device.num_sms(call.device))
+    block_lists = of_keys(call.mask, call.key_mask, tokens, band, blocks, call.group, heads, last)
     # kernels go by the tile's number: how many there are is no part of a call's specification
     return call._replace(mask=None, lists=block_lists._replace(words=block_lists.words[:1]))
 
@@ -115,7 +126,7 @@ def backward(
     """
     queries, keys, tile = call.queries, call.keys, widths.width(call.head_dim, call.value_dim).backward
     largest, dq_semaphore, v_maxima, work_splits = _zeros(call, tile.queries, v)
-    dq, dk, dv = empty_gradients(call.recipe, call.columns[0], saved.o, v)
+    dq, dk, dv = empty_gradients(call.columns[0], saved.o, v)
     v_read, do_read, values = _operands_of_dp(call, saved, v, do, dlse, v_maxima, largest, dq, tile)
     tensors = Tensors(
         saved.k_scale, largest, call.key_mask, dk, dv, dq_semaphore, queries.cu_seqlens, keys.cu_seqlens,
@@ -145,7 +156,8 @@ def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: 
     programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
     sizes = Sizes.of(call, block_q, grid, heads_at_once)
     factors = Factors(call.scale, dq_sum_scale(call))
-    options = {"KIND": Kind.of(call, block_q, span), "WIDTH": width, **LAUNCH}
+    kind = Kind.of(call, block_q, span, tensors.dk)
+    options = {"KIND": kind, "WIDTH": width, **LAUNCH}
     q, k, v, do = (x.blocks(tokens, piece) for x, tokens in zip(operands, (block_q, rows, rows, block_q)))
     q_t, do_t = (
         transposed(values.q_t, call.head_dim, piece, block_q),
@@ -154,7 +166,7 @@ def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: 
     scales = vectors(values.scales, SCALES.value, SCALES_APART)
     dq_sums = matrix(values.dq_sums, values.dq_sums.shape[1], (rows, tile.piece // 2 or rows))
     box = rows, rows if tile.split_dkdv else piece
-    dk, dv = (matrix(x, x.shape[-1], box) for x in (tensors.dk, tensors.dv))
+    dk, dv = (gradient_blocks(x, kind, box) for x in (tensors.dk, tensors.dv))
     if not tile.split_dkdv:
         planes = vectors(values.planes, 2 * block_q, 2 * block_q)
         delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))

@@ -191,7 +191,7 @@ def accumulate(
         # over this warpgroup's K
         store_gradient(
             dv, tensors.dv, tensors.strides, dv_desc, as_tiles(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
-            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND.RAGGED, PIECE,
+            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND, PIECE,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)

@@ -146,6 +146,7 @@ class Forward:
             q_int8=compact(Int8, *queries, D),
             k=compact(Int8, *keys, D),
             v=strided(*keys, E),
+            masked_v=strided(*keys, E) if variant.key_mask else None,
             o=strided(*queries, E),
             lse=compact(Float32, *per_query),
             row_max=compact(Float32, *per_query) if variant.row_max else None,
@@ -189,10 +190,10 @@ class Forward:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor | None, q_int8: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor,
-        lse: cute.Tensor, row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor,
-        largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None, lists: cute.Tensor | None,
-        words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
+        self, q: cute.Tensor | None, q_int8: cute.Tensor, k: cute.Tensor, v: cute.Tensor,
+        masked_v: cute.Tensor | None, o: cute.Tensor, lse: cute.Tensor, row_max: cute.Tensor | None,
+        q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor, key_mask: cute.Tensor | None,
+        lists: cute.Tensor | None, words: cute.Tensor | None, tiles: cute.Tensor | None, bias: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None, tiles_taken: cute.Tensor,
         programs: Int32, blocks_q: Int32, heads_at_once: Int32, lower: Int32,
         upper: Int32, scale: Float32, stream: cuda.CUstream,
@@ -217,11 +218,16 @@ class Forward:
         load = cpasync.CopyBulkTensorTileG2SOp()
         k_atom, k_tma = cpasync.make_tiled_tma_atom(load, k, cute.select(k_layout, mode=[0, 1]), (N, D))
         v_atom, v_tma = cpasync.make_tiled_tma_atom(load, v, cute.select(v_layout, mode=[0, 1]), (E, N))
+        masked = None, None
+        if const_expr(self.variant.key_mask):
+            masked_v = self.matrices(masked_v, transposed=True)
+            masked = cpasync.make_tiled_tma_atom(load, masked_v, cute.select(v_layout, mode=[0, 1]), (E, N))
         count = blocks_q * heads * batch
         self.kernel(
-            k_atom, v_atom, q, k_tma, v_tma, q_int8, o, lse, row_max, q_scale, k_scale, largest_k_norm, key_mask,
-            (lists, words, tiles, bias), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper, scale * LOG2_E, count,
-            blocks_q, heads_at_once, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout, v_layout,
+            k_atom, v_atom, masked, q, k_tma, v_tma, q_int8, o, lse, row_max, q_scale, k_scale, largest_k_norm,
+            key_mask, (lists, words, tiles, bias), cu_seqlens_q, cu_seqlens_k, tiles_taken, lower, upper,
+            scale * LOG2_E, count, blocks_q, heads_at_once, heads, heads // heads_k, s_mma, o_mma, q_layout, k_layout,
+            v_layout,
         ).launch(
             grid=[cutlass.min(programs, count), 1, 1], block=[128 * (self.warpgroups + 1), 1, 1], stream=stream,
             min_blocks_per_mp=1,
@@ -229,7 +235,7 @@ class Forward:
 
     @cute.kernel
     def kernel(
-        self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, q: cute.Tensor,
+        self, k_atom: cute.CopyAtom, v_atom: cute.CopyAtom, masked, q: cute.Tensor,
         k: cute.Tensor, v: cute.Tensor, q_int8: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
         row_max: cute.Tensor | None, q_scale: cute.Tensor, k_scale: cute.Tensor, largest_k_norm: cute.Tensor,
         key_mask: cute.Tensor | None, mask, cu_seqlens_q: cute.Tensor | None, cu_seqlens_k: cute.Tensor | None,
@@ -252,7 +258,7 @@ class Forward:
         if warp < 4:
             cute.arch.setmaxregister_decrease(loading)
             if warp == 0:
-                atoms, source = Operands(k_atom, v_atom), Operands(k, v)
+                atoms, source = Operands(k_atom, v_atom, masked[0]), Operands(k, v, masked[1])
                 self.producer.load(atoms, source, q, memory, key_mask, grid)
         else:
             cute.arch.setmaxregister_increase(computing)

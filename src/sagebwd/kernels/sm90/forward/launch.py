@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_like_rows
-from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.masks.sm90_block_lists import of_queries
 from sagebwd.kernels.runtime.alignment import contiguous, fits_tma
 from sagebwd.kernels.runtime.device import num_sms
@@ -16,15 +15,14 @@ from sagebwd.kernels.runtime.program import launch
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.forward.compile import forward_kernel
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Arguments, Variant
+from sagebwd.kernels.sm90.longest_first import heads_at_once, last_heads
+from sagebwd.kernels.sm90.operands.masked_values import launch_masked_values
 from sagebwd.kernels.sm90.operands.norm_rope_codes import launch_norm_rope_codes
 from sagebwd.kernels.sm90.operands.quantize_k import QuantizedK, launch_quantize_k
 from sagebwd.masks.band import Band
 
 # Rows narrower than the form are read as they are.
 FILLS = True
-# Tiles of the heads that are begun together, in rounds of all programs: enough to level, few enough that L2 keeps
-# these heads' keys and values.
-ROUNDS = 2
 
 
 def prepare(direction: str, call: Call) -> Call:
@@ -58,11 +56,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         quantized = launch_quantize_k(
             k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
         )
-    if call.key_mask is not None:  # a masked key's V may be anything, NaN too
-        v = launch_quantize(v, call.keys, "token", SCALE_BLOCK, None, call.key_mask, smoothed=True).smoothed
+    # a masked key's V may be anything, NaN too
+    masked_v = None if call.key_mask is None else launch_masked_values(v, call.keys, call.key_mask)
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
     q = None if codes else q if fits_tma(q) else contiguous(q)
-    written = launch_forward(call, q, quantized, v, o, codes)
+    written = launch_forward(call, q, quantized, v, o, masked_v, codes)
     return Saved(
         o, written.lse, written.q_int8, written.q_scale, quantized.k_int8, quantized.k_scale, written.row_max,
         quantized.k_mean, *inverse_rms,
@@ -75,13 +73,13 @@ def _fit(v: Tensor) -> Tensor:
 
 
 def launch_forward(
-    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor,
+    call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor, masked_v: Tensor | None = None,
     codes: list[Tensor] | None = None,
 ) -> Written:  # fmt: skip
     """Write o, and what is given back.
 
-    codes: Q's and their scales, in place of q, which is None then.
-    q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes; v finite where the call's mask masks.
+    codes: Q's and their scales, in place of q, which is None then. masked_v: of `launch_masked_values`.
+    q, v, o: 16 bit, any strides but the last dimension's, all of whole 16 bytes.
     They have ``call.columns`` channels, Q's codes as those of K the call's head_dim.
     """
     queries, device, band = call.queries, v.device, call.band
@@ -92,6 +90,9 @@ def launch_forward(
     heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
     tile = widths.width(call.head_dim, call.value_dim).forward_of(call.lists is not None)
     programs, blocks_q = num_sms(call.device), queries.blocks(tile.queries)
+    order = blocks_q, queries.heads_in_all, programs
+    # without lists a head of more tiles fills the programs, and more heads' keys and values do not fit L2
+    at_once = heads_at_once(*order) if 2 * blocks_q <= programs else 1
     variant = Variant(
         call.head_dim, call.value_dim, str(v.dtype).removeprefix("torch."), tile, lower=band["HAS_LOWER"],
         upper=band["HAS_UPPER"], varlen=call.packed, key_mask=call.key_mask is not None,
@@ -104,6 +105,7 @@ def launch_forward(
         q_int8=written.q_int8,
         k=quantized.k_int8,
         v=v,
+        masked_v=masked_v,
         o=o,
         lse=written.lse,
         row_max=written.row_max,
@@ -120,22 +122,10 @@ def launch_forward(
         tiles_taken=quantized.tiles_taken,
         programs=programs,
         blocks_q=blocks_q,
-        # a head of more tiles fills the programs, and more heads' keys and values do not fit L2
-        heads_at_once=heads_at_once(blocks_q, queries.heads_in_all, programs) if 2 * blocks_q <= programs else 1,
+        heads_at_once=at_once if call.lists is None else last_heads(*order),
         lower=band["lower"] if band["HAS_LOWER"] else 0,
         upper=band["upper"] if band["HAS_UPPER"] else 0,
         scale=abs(call.scale),
     )
     launch(forward_kernel(variant), (), *arguments)
     return written
-
-
-def heads_at_once(tiles: int, heads: int, programs: int) -> int:
-    """Heads of so many tiles whose tiles take turns, in groups of equal size: under causal masks the longest go first.
-
-    Head by head a head's longest tile, 33 times its shortest at 4K tokens, begins when few others are left, and
-    programs end far apart.
-    """
-    at_once = -(-ROUNDS * programs // max(tiles, 1))
-    groups = max(heads // at_once, 1)
-    return max(-(-heads // groups), 1)

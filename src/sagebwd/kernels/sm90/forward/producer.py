@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -24,10 +24,11 @@ class Ring(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """TMA atoms, or tensors, of K (T, D, H[, B]) and V (D, T, H[, B])."""
+    """TMA atoms, or tensors, of K (T, D, H[, B]), V (D, T, H[, B]), and V where keys are masked."""
 
     k: Any
     v: Any
+    masked_v: Any
 
 
 class Memory(NamedTuple):
@@ -167,6 +168,11 @@ class Producer:
                 v = cute.domain_offset((0, work_tile.start_k), v)
             k_to, k_from = self.partition(atoms.k, memory.k, cute.local_tile(k, (N, D), (None, 0)))
             v_to, v_from = self.partition(atoms.v, memory.v, cute.local_tile(v, (E, N), (0, None)))
+            if const_expr(self.variant.key_mask):
+                masked_v = cute.local_tile(
+                    self.tiles.of_head(tensors.masked_v, work_tile.head_k, work_tile.batch), (E, N), (0, None)
+                )
+                masked_to, masked_from = self.partition(atoms.masked_v, memory.v, masked_v)
             for step in cutlass.range(count, unroll=1):
                 if const_expr(self.variant.lists):
                     block = listed[2 + step]
@@ -175,16 +181,22 @@ class Producer:
                 stage = ring.stage
                 cute.arch.mbarrier_wait(memory.k_empty + stage, ring.phase)
                 if const_expr(self.variant.lists):
-                    self.write_listed(key_mask, memory, grid, work_tile, block, stage, step < in_part)
+                    is_cut = self.write_listed(key_mask, memory, grid, work_tile, block, stage, step < in_part)
                 elif const_expr(self.variant.key_mask):
-                    self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
+                    is_cut = self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.k_full + stage, N * D)
                 cute.copy(atoms.k, k_from[None, block], k_to[None, stage], tma_bar_ptr=memory.k_full + stage)
                 cute.arch.mbarrier_wait(memory.v_empty + stage, ring.phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(memory.v_full + stage, N * E * 2)
-                cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=memory.v_full + stage)
+                barrier = memory.v_full + stage
+                if const_expr(not self.variant.key_mask):
+                    cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=barrier)
+                elif is_cut:
+                    cute.copy(atoms.masked_v, masked_from[None, block], masked_to[None, stage], tma_bar_ptr=barrier)
+                else:
+                    cute.copy(atoms.v, v_from[None, block], v_to[None, stage], tma_bar_ptr=barrier)
                 ring = self.advance(ring)
         return ring
 
@@ -204,7 +216,9 @@ class Producer:
 
     @cute.jit
     def write_keys_kept(self, key_mask: cute.Tensor, keys_kept: cute.Tensor, block: Int32, stage: Int32, work_tile):
-        """Write a block's key mask as bits to its stage, before the arrival of K."""
+        """Write a block's key mask as bits to its stage, before the arrival of K; whether any key is masked, or past
+        the last."""
+        masked = Int32(0)
         for word in cutlass.range_constexpr(-(-self.N // 32)):
             key = block * self.N + word * 32 + cute.arch.lane_idx()
             keep = Int32(0)
@@ -213,12 +227,16 @@ class Producer:
             bits = cute.arch.vote_ballot_sync(keep != 0)
             with cute.arch.elect_one():  # the thread that arrives
                 keys_kept[word, stage] = bits
+            masked = masked | ~bits
+        return masked != 0
 
     @cute.jit
     def write_listed(self, key_mask: cute.Tensor, memory, grid, work_tile, block: Int32, stage: Int32, masked):
-        """Write a listed block's number and, if masked, its key-mask bits and mask tiles, before the arrival of K."""
+        """Write a listed block's number and, if masked, its key-mask bits and mask tiles, before the arrival of K;
+        as `write_keys_kept`."""
+        is_cut = Boolean(False)
         if masked:
-            self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
+            is_cut = self.write_keys_kept(key_mask, memory.keys_kept, block, stage, work_tile)
         with cute.arch.elect_one():  # the thread that arrives
             memory.block[stage] = block
             if masked:
@@ -230,3 +248,4 @@ class Producer:
                         row = (work_tile.first_q + index * 64) // MASK_TILE
                         row = cutlass.min(row, (work_tile.length_q - 1) // MASK_TILE)
                         memory.mask_tiles[index, part, stage] = tiles[row, column]
+        return is_cut

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
+from sagebwd.kernels.sm90.longest_first import in_turns
 
 
 class Grid(NamedTuple):
@@ -19,7 +20,7 @@ class Grid(NamedTuple):
     tokens_q: Any
     tokens_k: Any
     blocks_q: Any  # tiles of a head, where calls are packed of all sequences as `common.tile.padded_block` has them
-    heads_at_once: Any  # `launch.heads_at_once`
+    heads_at_once: Any  # `longest_first.heads_at_once`, under lists its last heads
     heads: Any
     group: Any  # heads that share one of K's
     cu_seqlens_q: Any
@@ -69,6 +70,10 @@ class Tiles:
     def ordered(self, grid, number: Int32):
         """The tile that is taken as the ``number``-th: under a causal mask the longest of some heads go first."""
         variant, tile = self.variant, number
+        if const_expr(variant.lists):
+            first = grid.tiles - grid.heads_at_once * grid.blocks_q
+            if (number >= first) & (number < grid.tiles):
+                tile = in_turns(number, first, grid.heads_at_once, grid.blocks_q)
         if const_expr(variant.upper and not (variant.lower or variant.lists or variant.varlen)):
             tile = self.interleaved(grid, number)
         return tile

@@ -79,6 +79,7 @@ class Arguments(NamedTuple):
     q_int8: Any  # written, or read where q is None, INT8 codes, contiguous, of head_dim channels
     k: Any  # INT8 codes, contiguous
     v: Any  # as q, of V's channels
+    masked_v: Any  # None, or with key_mask V of blocks near a masked key, which has zeros there (`masked_values`)
     o: Any  # written, as v
     lse: Any  # written, FP32, natural log, (B, H, N) or (H, total); -inf where a query sees no key
     row_max: Any  # written if not None: each query's largest score times log2(e)
@@ -87,7 +88,7 @@ class Arguments(NamedTuple):
         Any  # FP32, (heads over the batch, blocks of 128 keys, 4), sequences padded to blocks as `tile.padded_block`
     )
     largest_k_norm: Any  # FP32, (batch * key heads,): no norm of a key as codes is larger
-    key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked; V must be finite there
+    key_mask: Any  # None, or bytes (B, N) that are 0 where a key is masked
     lists: Any  # None, or with words and tiles those of `masks.sm90_block_lists`, of tiles of queries; (B, H, ., .)
     words: Any
     tiles: Any  # (B, H, ., .)
