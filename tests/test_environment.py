@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -14,6 +16,17 @@ from sagebwd import environment
 from tests import programs
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_without_numpy_nothing_is_printed_that_torch_does_not_print(tmp_path):
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise ModuleNotFoundError('No module named numpy')\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+    torch, both = (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+        for program in ("import torch", "import torch, sagebwd")
+    )
+    assert (both.stdout, both.stderr) == (torch.stdout, torch.stderr)
 
 
 SWITCHES = f"""

@@ -205,7 +205,7 @@ def test_nothing_of_size_queries_times_keys_is_kept():
 
 
 def test_import_loads_no_kernel_and_no_extra():
-    """`import sagebwd` needs torch and triton alone; nothing else is loaded, no kernel, of integrations SDPA's."""
+    """`import sagebwd` needs torch and triton alone; it loads no compiler of kernels, of integrations SDPA's."""
     program = """
 import sys, torch
 blocked = {"transformers", "diffusers", "typer", "rich", "matplotlib", "yaml", "datasets", "accelerate"}
@@ -220,12 +220,7 @@ packages = {name.split(".")[0] for name in set(sys.modules) - before}
 assert packages - sys.stdlib_module_names == {"sagebwd"}, packages
 x = torch.randn(1, 1, 4, 8, requires_grad=True)
 sagebwd.sage_attention(x, x, x).sum().backward()
-rows = {"", ".capabilities", ".families", ".mma_sync.variant", ".sm90.widths"}  # who has what
-rows |= {f".{family}{record}" for family in ("portable", "mma_sync", "sm90") for record in ("", ".family")}
-others = {".runtime", ".runtime.device", ".runtime.describing", ".masks", ".masks.blocks", ".masks.sm90_block_lists"}
-others.add(".masks.traced_block_mask")
-known = {"sagebwd.kernels" + x for x in rows | others}
-assert {name for name in sys.modules if name.startswith("sagebwd.kernels")} == known
+assert not {"triton", "cutlass"} & set(sys.modules)
 assert not [name for name in sys.modules if name.startswith("sagebwd.integrations.") and not name.endswith(".sdpa")]
 """
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -81,3 +81,10 @@ def test_bad_values_raise_at_construction():
         Recipe.named("token").replace(block=64)
     with pytest.raises(TypeError, match="expected a name or a Recipe"):
         Recipe.parse(3)
+
+
+def test_recipe_is_frozen_and_hashable():
+    recipe = Recipe.named("token")
+    with pytest.raises(AttributeError):
+        recipe.block_q = 128
+    assert len({recipe, Recipe(), Recipe.named("paper")}) == 2

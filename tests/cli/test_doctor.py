@@ -8,6 +8,13 @@ from sagebwd.cli import doctor
 from sagebwd.kernels.families import FAMILIES
 
 
+def test_facts_name_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "interpreted" in doctor.facts()["TRITON_INTERPRET"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "TRITON_INTERPRET" not in doctor.facts()
+
+
 def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):
     compile_ = pytest.importorskip("sagebwd.kernels.sm90.forward.compile")
     card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)

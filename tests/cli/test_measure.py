@@ -15,7 +15,7 @@ from sagebwd.auto import model, peers, timings
 from sagebwd.auto.model import FORWARD, TRAINING
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
-from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, WINDOW
 from sagebwd.reference.metrics import relative_l2
 from tests.threads import at_once
 
@@ -64,6 +64,19 @@ def test_on_a_card_of_mma_sync_each_width_is_timed_by_its_recipe(monkeypatch):
     dispatch._choose.cache_clear()
 
 
+def test_what_is_timed_is_what_the_row_says():
+    ran = []
+
+    def timer(runs, device):
+        ran.append(runs["ours"]())
+        return dict.fromkeys(runs, (1.0, 0.1))
+
+    rows = bench.measure_point(bench.Case(WINDOW, 16, 16), bench.Point(13, 64, left=16), "cpu", timer)
+    o, gradients = ran
+    assert [(row.direction, row.width) for row in rows] == [(FORWARD, 17), (TRAINING, 17)]
+    assert [x.shape for x in gradients] == [o.shape] * 3
+
+
 @pytest.fixture
 def peer(monkeypatch):
     """FlashAttention-4 by torch's function."""
@@ -101,6 +114,15 @@ def test_peers_are_timed_where_they_take_the_call(peer):
     assert relative_l2(found["fa4"](*tensors), found["torch"](*tensors)) < 0.01
 
 
+def test_what_peers_take_is_kept_and_fitted(of_few_points, peer):
+    command.measure("cpu", [bench.Case(CAUSAL, 32, 32)], None, "abc")
+    timings.of_card.cache_clear()
+    found = timings.of_card("cpu", torch.__version__)
+    timings.of_card.cache_clear()
+    assert len(found) == 2
+    assert all("fa4" in one.full for one in found)
+
+
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_compute_the_same(kind, group):
@@ -119,6 +141,30 @@ def test_both_sides_compute_the_same(kind, group):
         )
         return
     assert relative_l2(found["ours"](*tensors), found["torch"](*tensors)) < 0.03
+
+
+def test_every_kind_has_its_cases():
+    found = bench.cases()
+    assert {case.kind for case in found} == set(KINDS)
+    assert len(set(found)) == len(found) == len(KINDS) * len(bench.MEASURED_WIDTHS)
+    for case in found:
+        assert case.points
+        for point in case.points:
+            batch, heads, kv_heads, tokens, kv_tokens = case.shape(point)
+            assert 1 / 2 <= batch * heads * tokens * case.value_dim / (1 << point.power) <= 1
+            assert (heads / kv_heads, tokens, kv_tokens) == (point.group, point.tokens, point.kv_tokens or tokens)
+            assert (point.left > 0) == (case.kind == WINDOW)
+            assert case.kind != MASK or tokens * kv_tokens <= 1 << 28
+            assert case.kind == FULL or tokens == kv_tokens
+
+
+def test_cases_of_kinds_and_widths():
+    found = bench.cases([CAUSAL], ["72", "192/128"])
+    assert {(case.kind, case.head_dim, case.value_dim) for case in found} == {(CAUSAL, 72, 72), (CAUSAL, 192, 128)}
+    with pytest.raises(ValueError, match="head_dim='65' is not known; accepted: 128, "):
+        bench.cases(widths=["65"])
+    with pytest.raises(ValueError, match="kind='triangle' is not known; accepted: "):
+        bench.cases(["triangle"])
 
 
 def test_the_command_keeps_what_it_measures(of_few_points, capsys):

@@ -9,6 +9,7 @@ import time
 import pytest
 import typer
 
+from sagebwd.cli.processes import run_in_processes
 from sagebwd.cli.terminal import Progress, interruptible
 from tests.commands import ROOT
 
@@ -24,6 +25,14 @@ def test_progress_estimates_what_is_left():
     assert shown == ["0 s: first", "30 s, about 90 s left: second", "2.5 h, about 2.5 h left: third"]
 
 
+def test_progress_in_a_log_keeps_its_lines_apart():
+    shown, now = [], [0.0]
+    tell = Progress(shown.append, every=1.0, clock=lambda: now[0])
+    for now[0] in (0.0, 0.5, 1.5, 2.0):
+        tell(f"at {now[0]}")
+    assert shown == ["0 s: at 0.0", "2 s: at 1.5"]
+
+
 @pytest.mark.parametrize(("rank", "said"), [("0", "stopped: all of it"), ("1", "")])
 def test_the_first_process_alone_says_what_is_kept(monkeypatch, capsys, rank, said):
     monkeypatch.setenv("RANK", rank)
@@ -31,6 +40,12 @@ def test_the_first_process_alone_says_what_is_kept(monkeypatch, capsys, rank, sa
         raise KeyboardInterrupt
     assert stop.value.exit_code == 130
     assert capsys.readouterr().err.strip() == said
+
+
+def test_calls_in_processes_say_what_they_raised():
+    outcomes = dict(run_in_processes(divmod, [(7, 2), (1, 0)], 2))
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], ZeroDivisionError)
 
 
 PROGRAM = """

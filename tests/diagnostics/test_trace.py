@@ -200,6 +200,11 @@ def test_tensors_that_are_not_finite_are_named(name):
         study.measure([whole])
 
 
+def test_no_recipe():
+    with pytest.raises(ValueError, match="recipes: at least one"):
+        study.measure([random_call()], [])
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     return partial(runner(cli.main, monkeypatch, capsys), "trace")

@@ -391,7 +391,7 @@ def test_left_to_the_library_packed_documents_have_their_own_rows(name, passes, 
     assert seen.whole == 2
 
 
-@pytest.mark.parametrize("what", ["no passes", "cache", "rotary", "forward", "subclass", "another attention"])
+@pytest.mark.parametrize("what", ["no passes", "cache", "rotary", "forward", "subclass", "learned", "sdpa"])
 def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, recwarn):
     model, given = build("Llama", fuse=None), {"input_ids": tokens(1, 8)}
     if what != "no passes":
@@ -407,7 +407,11 @@ def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, re
     elif what == "subclass":
         for layer in model.model.layers:
             layer.self_attn.__class__ = type("Own", (LlamaAttention,), {})
-    elif what == "another attention":
+    elif what == "learned":
+        rotary = model.model.rotary_emb.forward
+        learned = lambda *x, **more: tuple(x.requires_grad_() for x in rotary(*x, **more))  # noqa: E731
+        monkeypatch.setattr(model.model.rotary_emb, "forward", learned)
+    elif what == "sdpa":
         model.set_attn_implementation("sdpa")
     seen = calls(monkeypatch)
     model(**given)

@@ -1,11 +1,14 @@
-"""Heads whose tiles are taken by turns."""
+"""Heads whose tiles are taken by turns, and the order of tiles of packed sequences."""
 
+import bisect
 import heapq
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from sagebwd.block_masks import teacher_forcing
-from sagebwd.kernels.sm90.longest_first import ROUNDS, heads_at_once, in_turns, last_heads
+from sagebwd.kernels.sm90.longest_first import MOST_TOGETHER, ROUNDS, heads_at_once, in_turns, last_heads
 
 
 @pytest.mark.parametrize("heads", [0, 1, 2, 7, 32, 33, 64, 1000])
@@ -47,3 +50,64 @@ def test_the_last_heads_take_turns_and_level_the_end(heads):
 @pytest.mark.parametrize(("tiles", "heads"), [(0, 1), (1, 0), (5000, 3), (3, 2)])
 def test_as_many_heads_as_there_are(tiles, heads):
     assert 1 <= last_heads(tiles, heads, 132) <= max(heads, 1)
+
+
+PACKED = {
+    "alike": [2048] * 4, "none in some": [0, 300, 0, 0, 129, 0], "long and short": [128 * 70, 5, 128, 1000] + [7] * 40,
+}  # fmt: skip
+
+
+def check_order(tiles: list[tuple[int, int]], begins: list[int], heads: int, latest_first: bool) -> None:
+    """Each tile of each head once, sequence by sequence, of a head in the order of its blocks.
+
+    No head of those that take turns is more than a tile ahead of another.
+    """
+    blocks = begins[-1]
+    assert sorted(tiles) == [(head, block) for head in range(heads) for block in range(blocks)]
+    owners = [bisect.bisect_right(begins, block) - 1 for _, block in tiles]
+    assert owners == sorted(owners, reverse=latest_first)
+    taken: dict[tuple[int, int], int] = {}
+    for (head, block), owner in zip(tiles, owners):
+        count, number = begins[owner + 1] - begins[owner], taken.setdefault((owner, head), 0)
+        assert block - begins[owner] == (count - 1 - number if latest_first else number)
+        begun = [n for (i, _), n in taken.items() if i == owner and n < count]
+        assert max(begun) - min(begun) <= 1
+        assert len(begun) <= -(-heads // (1 + heads * count // MOST_TOGETHER))
+        taken[owner, head] += 1
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 40])
+@pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
+class TestTilesOfPackedSequences:
+    def test_of_the_forward(self, lengths, heads):
+        pytest.importorskip("cutlass")
+        from sagebwd.kernels.sm90.forward.tiles import Tiles
+        from sagebwd.kernels.sm90.forward.variant import Variant
+        from sagebwd.kernels.sm90.widths import width
+
+        class Offsets(list):
+            shape = property(lambda self: (len(self),))
+
+        tiles = Tiles(Variant(128, 128, "bfloat16", width(128, 128).forward, varlen=True))
+        ends = [0, *itertools.accumulate(lengths)]
+        begins = [end // tiles.M + i for i, end in enumerate(ends)]
+        count = begins[-1]
+        grid = SimpleNamespace(tiles=count * heads, blocks_q=count, heads=heads, cu_seqlens_q=Offsets(ends))
+        tiles.owner = lambda grid, block: bisect.bisect_right(begins[:-1], block) - 1
+        order = Tiles.of_sequences.__wrapped__
+        found = [order(tiles, grid, number) for number in range(grid.tiles)]
+        assert [owner for _, owner in found] == sorted((owner for _, owner in found), reverse=True)
+        check_order([(tile // count, count - 1 - tile % count) for tile, _ in found], begins, heads, True)
+        assert order(tiles, grid, grid.tiles) == (grid.tiles, 0)
+
+    def test_of_the_backward(self, lengths, heads):
+        pytest.importorskip("triton")
+        from sagebwd.kernels.sm90.backward.key_blocks import turn_of
+
+        begins, found = [0], []
+        for length in lengths:
+            programs = length // 128 + 1
+            turns = [turn_of.fn(number, heads, programs) for number in range(programs * heads)]
+            found += [(head, begins[-1] + number) for head, number in turns]
+            begins.append(begins[-1] + programs)
+        check_order(found, begins, heads, False)

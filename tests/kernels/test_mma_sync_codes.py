@@ -188,7 +188,7 @@ def test_values_and_codes_of_queries(name, on):
     call, saved, do, dlse = rows_of_queries(dataclasses.replace(ROWS[name], device=on))
     if not call.packed:
         do[:, :, 64:] = 0
-    values, scale, do_t, q_t, _ = launch_preprocess_do(call, do, saved.o, saved.lse, dlse, saved.q_scale, saved.q_int8)
+    values, scale, do_t, q_t, _ = launch_preprocess_do(call, saved, do, dlse)
     half = do.dtype == torch.float16
     kernel = kernel_of(row_values_variant(128, half=half, int8_dp=False, turned=0))
     made = launch.row_values(call, kernel, saved, do, dlse, None)

@@ -85,8 +85,9 @@ def test_codes_scales_and_row_values(dims, rotate):
     saved = case.forward("reference", call, inputs)
     o, lse = saved.o, saved.lse
     wide = _at_widths(launch, (width, width), call)
-    values = launch_centered_values(wide, saved._replace(o=_filled(o, width)), _filled(v, width))
-    found = launch_preprocess_do(wide, _filled(do, width), _filled(o, width), lse, dlse, None, None, values)
+    filled = saved._replace(o=_filled(o, width), q_int8=_filled(saved.q_int8, width))
+    values = launch_centered_values(wide, filled, _filled(v, width))
+    found = launch_preprocess_do(wide, filled, _filled(do, width), dlse, values)
 
     emulator = Emulator(q, k, v, call.recipe, call.scale, Band.of(False, 15, 9), call.key_mask)
     wanted = emulator._dp_operands(do, o, lse)

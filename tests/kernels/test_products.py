@@ -36,12 +36,14 @@ ROW = "a row of a matrix for TMA, whose coordinates have 32 bits; a row has 64 c
 LISTED = "lists of a mask, tiles of one head, or programs of them, fewer than memory has numbers"
 WIDENED = "of 64 bits: batch, head and of_head are cast where they are found"
 OF_TILE = "rows of one tile, times keys of a mask"
+FLOAT = "a float"
 NARROW = {
     "queries * pitch": OF_TILE,
     "lane * chunk": OF_TILE,
     "lane * (chunk // 4)": OF_TILE,
     "lane * (2 * self.share.chunk)": OF_TILE,
-    "2.0 * parts[r]": "a float",
+    "2.0 * parts[r]": FLOAT,
+    "taken_off(q, k_mean, batch, head, heads, group, start + first, local, left, head_dim, BLOCK_D) * scale": FLOAT,
     "batch * (grid.heads // grid.group)": COUNT,
     "blocks_q * heads * batch": COUNT,
     "part * chunk": POSITION,
@@ -87,6 +89,7 @@ NARROW = {
     "rows[:, None] * pitch": "a block of tokens, 2^24 numbers apart at most",
     "at * 4": "of 64 bits: after a head's z",
     "batch * sparse.batch": "of a mask's lists, which are of 128 tokens and more an entry",
+    "work_tile.batch * sizes.tokens_k": ROW,
     "work_tile.batch * q_b": ROW,
     "work_tile.batch * do_b": ROW,
     "work_tile.batch * of_batch": ROW,

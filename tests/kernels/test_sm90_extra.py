@@ -122,10 +122,13 @@ def test_what_is_compiled_runs_without_the_compiler(tmp_path):
         ({"nvidia-cutlass-dsl": None}, "nvidia-cutlass-dsl is not installed (in a clone: pip install '.[hopper]')"),
         ({"nvidia-cutlass-dsl": "4.6.3"}, "nvidia-cutlass-dsl is 4.6.3, and these kernels are for "),
         ({"nvidia-cutlass-dsl-libs-base": "4.7"}, "nvidia-cutlass-dsl-libs-base is 4.7, and these kernels are for "),
+        ({}, "no C compiler is found"),
     ],
 )
 def test_versions_are_told_without_an_import(versions, reason, monkeypatch):
     monkeypatch.setattr(sm90, "_version", (sm90.VERSIONS | versions).get)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
     for load in ("_load_runtime", "runtime", "broken_compiler"):
         monkeypatch.setattr(sm90, load, lambda: pytest.fail("imported"))
     assert sm90.unavailable.__wrapped__().startswith(reason)
@@ -136,6 +139,14 @@ def test_a_kernel_that_cannot_be_compiled_any_more_says_why(monkeypatch, tmp_pat
     monkeypatch.setattr(sm90, "broken_compiler", lambda: "nvidia-cutlass-dsl is installed but broken")
     with pytest.raises(NotImplementedError, match="nvidia-cutlass-dsl is installed but broken; recipe='token' needs"):
         sm90.forward_kernel.__wrapped__(None)
+
+
+def test_a_compiler_that_is_not_there_is_no_linker(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    assert sm90._linker() is None
+    monkeypatch.setenv("CC", sys.executable)
+    assert sm90._linker() == sys.executable
 
 
 def test_versions_are_those_of_the_extra():
@@ -174,6 +185,17 @@ def test_where_kernels_cannot_be_kept_a_process_has_its_own(nowhere, compiler, m
     (said,) = caplog.messages
     for part in (f"{sm90._objects()} cannot be written (", "SAGEBWD_CACHE_DIR"):
         assert part in said
+
+
+def test_a_folder_that_can_be_written_keeps_kernels(compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    path = sm90.forward_kernel.__wrapped__(variant_of(64))
+    assert path == sm90.object_path(variant_of(64))
+    assert path.is_relative_to(tmp_path)
+    assert sm90._has_compiled()
+    assert sm90.forward_kernel.__wrapped__(variant_of(64)) == path
+    assert compiler == [path]
+    assert os.listdir(path.parent) == [path.name]
 
 
 def test_a_linker_that_fails_says_why(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ from tests.attention_case import leaves as leaves_of
 from tests.gpus import DEVICE
 from tests.threads import at_once
 
+TESTS = f"{Path(__file__).parents[1]}{os.sep}"
 SHAPE = 2, 3, 8, 4
 STEP = 0.5
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for machines without a GPU")
@@ -661,7 +663,7 @@ def test_a_first_launch_of_backward_is_few_calls_below_autograd(monkeypatch):
 
     def profile(frame, event, arg):
         code = frame.f_code
-        if event == "call" and f"{os.sep}tests{os.sep}" not in code.co_filename and not code.co_name.startswith("<"):
+        if event == "call" and not code.co_filename.startswith(TESTS) and not code.co_name.startswith("<"):
             made.append(code.co_qualname)
 
     monkeypatch.setattr(launchers.Interpreted, "start", noted)

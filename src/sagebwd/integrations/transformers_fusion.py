@@ -315,7 +315,8 @@ def _follows(module: nn.Module, tables: object) -> bool:
         return False
     if not isinstance(tables, tuple) or [isinstance(x, Tensor) for x in tables] != [True, True]:
         return False
-    return tables[0].shape[-1] == module.head_dim and _has_passes(tables[0].device)
+    whole, learned = tables[0].shape[-1] == module.head_dim, any(x.requires_grad for x in tables)
+    return whole and not learned and _has_passes(tables[0].device)
 
 
 @assume_constant

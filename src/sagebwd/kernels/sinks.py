@@ -29,9 +29,7 @@ def mean_of(k_mean, batch, head, heads, group, columns, head_dim):
 
 
 @triton.jit
-def taken_off(
-    q, k_mean, batch, head, heads, group, token, local, left, head_dim: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def taken_off(q, k_mean, batch, head, heads, group, token, local, left, head_dim: tl.constexpr, BLOCK_D: tl.constexpr):
     """q K's mean of queries from a token on: what K-smoothing takes off their scores, but for the softmax scale."""
     columns = tl.arange(0, BLOCK_D)
     q_at = row_of(q, batch, head, token)

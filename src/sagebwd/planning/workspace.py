@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,7 @@ class Piece(NamedTuple):
 
     def of(self, workspace: Tensor) -> Tensor:
         """The tensor."""
-        size = self.dtype.itemsize
-        for n in self.shape:
-            size = size * n
+        size = math.prod(self.shape) * self.dtype.itemsize
         return workspace[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
@@ -63,9 +62,7 @@ def pieces_of(
         wanted.append(("max_logits", accumulator, (*tokens_q[:-1], blocks), 1))
     pieces, end = {}, 0
     for name, dtype, shape, times in wanted:
-        size = dtype.itemsize * times
-        for n in shape:
-            size = size * n
+        size = math.prod(shape) * dtype.itemsize * times
         pieces[name] = Piece(end, size, dtype, shape)
         end = end + rounded(size)
     return pieces, end

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.call import Call, padded_head_dim
+from sagebwd.call import Call, Saved, padded_head_dim
 from sagebwd.kernels.common.centered_values import (
     CenteredValues,
     abs_max_of,
@@ -187,46 +187,37 @@ class GradOut(NamedTuple):
 
 
 def launch_preprocess_do(
-    call: Call,
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    q_scale: Tensor | None,
-    q_int8: Tensor | None,
-    values: CenteredValues | None = None,
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, values: CenteredValues | None = None
 ) -> GradOut:
-    """Row values, dO's scale and codes, and q_int8 transposed; values: where dP is INT8, else None."""
+    """Row values, dO's scale and codes, and Q's codes transposed where dK is INT8; values: where dP is INT8."""
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
-    row_values = queries.padded(block, block * 4, dtype=torch.float32, device=do.device)
-    scale = queries.padded(block, dtype=torch.float32, device=do.device)
-    transposed = None
-    if recipe.dv == INT8:
-        transposed = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
-    q_t = None
-    if q_int8 is not None:
-        q_t = queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device)
-    codes, dp = None, None
-    if values is not None:
-        codes = torch.empty(do.shape, dtype=torch.int8, device=do.device)
-        dp = ForDp.of(call, codes, values)
+    q_int8 = saved.q_int8 if recipe.dk == INT8 else None
+    made = GradOut(
+        queries.padded(block, block * 4, dtype=torch.float32, device=do.device),
+        queries.padded(block, dtype=torch.float32, device=do.device),
+        *(
+            queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device) if wanted else None
+            for wanted in (recipe.dv == INT8, recipe.dk == INT8)
+        ),
+        None if values is None else torch.empty(do.shape, dtype=torch.int8, device=do.device),
+    )
     launch_pass(
         grad_out_kernel,
         queries,
         call.head_dim,
         block,
         Strided.of(do, queries),
-        Strided.of(o, queries),
-        lse,
+        Strided.of(saved.o, queries),
+        saved.lse,
         dlse,
         queries.cu_seqlens,
-        q_scale,
-        transposed,
-        scale,
-        row_values,
+        saved.q_scale if INT8 in (recipe.s, recipe.dk) else None,
+        made.transposed,
+        made.scale,
+        made.row_values,
         None if q_int8 is None else Strided.of(q_int8, queries),
-        q_t,
-        dp,
+        made.q_t,
+        None if values is None else ForDp.of(call, made.codes, values),
         planes=1 if q_int8 is None else 2,
     )
-    return GradOut(row_values, scale, transposed, q_t, codes)
+    return made

@@ -93,9 +93,7 @@ def quantize_kernel(
         taken_off = None
         if mean is not None:
             taken_off = mean + program.to(tl.int64) * head_dim
-        tile = load_turned(
-            x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D
-        )  # fmt: skip
+        tile = load_turned(x_at, tl.arange(0, BLOCK), pitch, length - first, taken_off, head_dim, TURNED, BLOCK_D)
         if mean is not None or key_mask is not None:
             tile = tl.where(keep[:, None], tile, 0.0)
     if GROUP == "token":

@@ -206,9 +206,7 @@ def part_of(channels, number):
 
 
 @triton.jit
-def load_turned(
-    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def load_turned(x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
     """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
 
     Of the mean the product is taken by itself: rows as they are have 16 bits.

@@ -16,9 +16,7 @@ _WIDEST = max(variant.HEAD_DIMS)
 
 FAMILY = Family(
     NAME,
-    Row(
-        FORWARD, NAME, MODULE, KERNEL_DTYPES, _FIELDS, variant.forward_form, f"1 to {_WIDEST}", needs=NVRTC, means=2
-    ),
+    Row(FORWARD, NAME, MODULE, KERNEL_DTYPES, _FIELDS, variant.forward_form, f"1 to {_WIDEST}", needs=NVRTC, means=2),
     Row(BACKWARD, NAME, MODULE, KERNEL_DTYPES, _FIELDS, variant.backward_form, f"65 to {_WIDEST}", needs=NVRTC),
     auto="token",
     auto_of_own_backward="token(dp=int8)",  # which INT8 makes faster; Triton's, at 64, it does not
@@ -27,4 +25,4 @@ FAMILY = Family(
     first_on=(80, 86, 89, 120),  # which tests compile it for
     falls_back="triton",
     needs="NVRTC",
-)  # fmt: skip
+)

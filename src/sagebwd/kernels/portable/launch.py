@@ -79,24 +79,21 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
     recipe, keys, key_mask = call.recipe, call.keys, call.key_mask
-    o, lse, q_int8, q_scale, k_int8, k_scale, _, k_mean, *_ = saved
-    s_int8, dq_int8, dk_int8 = (getattr(recipe, name) == INT8 for name in ("s", "dq", "dk"))
+    k_int8, s_int8, dq_int8 = saved.k_int8, recipe.s == INT8, recipe.dq == INT8
 
     k_rows = k
     # a masked key's K may be anything, NaN too
     if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
-        shift = k_mean if recipe.smooth_k else None
+        shift = saved.k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
-    q_operand, k_operand = (q_int8, k_int8) if s_int8 else (q, k_rows)
+    q_operand, k_operand = (saved.q_int8, k_int8) if s_int8 else (q, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
     values = launch_centered_values(call, saved, v, rows=value_rows(call)) if recipe.dp == INT8 else None
-    row_values, do_scale, do_t, q_t, do_int8 = launch_preprocess_do(
-        call, do, o, lse, dlse, q_scale if s_int8 or dk_int8 else None, q_int8 if dk_int8 else None, values
-    )
+    row_values, do_scale, do_t, q_t, do_int8 = launch_preprocess_do(call, saved, do, dlse, values)
     of_dp = (v, do) if values is None else (values.v_int8, do_int8)
-    shared = q_operand, k_operand, *of_dp, k_scale, None if values is None else values.v_scale
+    shared = q_operand, k_operand, *of_dp, saved.k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
-    dq, dk, dv = empty_gradients(call.head_dim, o, v)
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
     launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
     launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
     return dq, dk, dv

@@ -223,9 +223,7 @@ class _Room(NamedTuple):
     last: int
 
 
-def _scratch(
-    builder: Builder, owned: Container[int]
-) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:  # fmt: skip
+def _scratch(builder: Builder, owned: Container[int]) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
     """Bytes of the scratch, the offset of each storage that nobody owns, and offset and bytes to clear before a step.
 
     Two share bytes where the last step of one is before the first of the other. Zeros of a part lie side by side.
@@ -335,8 +333,10 @@ class Program:
             tensors.append(workspace)
         if self.scratch_bytes:
             tensors.append(torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device))
-        addresses = [*[x.data_ptr() for x in tensors], *numbers]
-        tensors += numbers
+        addresses = [x.data_ptr() for x in tensors]
+        if numbers:
+            addresses += numbers
+            tensors += numbers
         stream = current_stream(device)
         for one in self.launches:
             one.start(addresses, tensors, stream)

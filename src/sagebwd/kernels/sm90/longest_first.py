@@ -12,6 +12,8 @@ ROUNDS = 2
 # The same under block lists, of the last heads alone: these level the end, and before them one head after another has
 # L2 for its keys and values.
 LAST_ROUNDS = 8
+# Tiles of one packed sequence whose heads take turns, at most: four rounds of an H200.
+MOST_TOGETHER = 528
 
 
 def heads_at_once(tiles: int, heads: int, programs: int) -> int:

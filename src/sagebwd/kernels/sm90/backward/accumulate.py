@@ -158,13 +158,15 @@ def accumulate(
                 out = as_tiles(memory.v.index(CONSUMER * PIECES), dk_desc, len(dk))  # over this warpgroup's V
                 store_gradient(
                     scaled(dk, factors.scale), tensors.dk, tensors.strides, dk_desc, out, work_tile,
-                    work_tile.first + CONSUMER * ROWS, sizes, KIND, OUT_LAYOUT,
+                    work_tile.first + CONSUMER * ROWS, sizes, KIND,
                 )  # fmt: skip
         else:
             # over V, or over this warpgroup's dQ^T buffer where V of the next tile may lie
             out = as_tiles(dq_part if PERSISTENT else memory.v.index(CONSUMER * VALUE_PIECES), dk_desc, 1)
             dk = scaled(dk, factors.scale)
-            store_both(dk, dv, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER, KIND, WIDTH, OUT_LAYOUT)
+            store_both(
+                dk, dv, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER, KIND, WIDTH, PERSISTENT, OUT_LAYOUT
+            )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
 
@@ -255,9 +257,7 @@ def m_blocks(
 
 
 @gluon.jit
-def add_last_dq(
-    c, work_tile, steps, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def add_last_dq(c, work_tile, steps, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr):
     """dQ += dS K of the last block: step 7 of `m_block` without the others."""
     dq_sem, dq_smem = c.tensors.dq_semaphore, c.dq_smem
     BLOCK_Q: gl.constexpr = WIDTH.backward.queries
@@ -303,9 +303,7 @@ def add_last_dq(
 
 
 @gluon.jit
-def counter_of_last(
-    c, work_tile, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def counter_of_last(c, work_tile, last, m_range, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr):
     """`counter_rank_and_count` of the last block."""
     HEAD: gl.constexpr = WIDTH.head_dim if c.k_t is not None else 1
     LISTED: gl.constexpr = c.tensors.block_sparse is not None

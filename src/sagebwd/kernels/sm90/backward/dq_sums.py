@@ -283,9 +283,7 @@ def store_dq_part(memory, dq, dq_sem, counter_before, CONSUMER: gl.constexpr, SE
 
 
 @gluon.jit
-def add_dq_part(
-    dq_desc, memory, row, dq_sem, counter, rank, count, CONSUMER: gl.constexpr, SECOND: gl.constexpr
-):  # fmt: skip
+def add_dq_part(dq_desc, memory, row, dq_sem, counter, rank, count, CONSUMER: gl.constexpr, SECOND: gl.constexpr):
     """Add by TMA the part of dQ that `store_dq_part` stored."""
     N: gl.constexpr = memory[0].shape[2]
     acquire_dq_semaphore(dq_sem, counter, rank, count)

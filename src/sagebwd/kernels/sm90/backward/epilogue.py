@@ -10,37 +10,51 @@ from sagebwd.kernels.sm90.backward.tile import ROWS, barrier, reinterpret, store
 
 
 @gluon.jit
-def store_block(desc, memory, x, row, column):
-    """Store 64 rows of dK or dV by TMA, once it has read the rows before."""
+def share_block(memory, x):
+    """Write 64 rows of dK or dV to shared memory, once TMA has read what it stores of there."""
     tma.store_wait(0)
     barrier()
     memory.store(x.to(memory.dtype))
+
+
+@gluon.jit
+def store_block(desc, memory, x, row, column):
+    """Store 64 rows of dK or dV by TMA."""
+    share_block(memory, x)
     fence_async_shared()
     barrier()
     store_tile(desc, [row, column], memory)
 
 
 @gluon.jit
-def store_rows(x, out, strides, work_tile, first_k, LAYOUT: gl.constexpr):
+def store_rows(x, out, strides, memory, work_tile, first_k):
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces, without TMA; rows past the end are masked.
 
-    strides: of a batch element, a head and a token; then the number of channels in memory, if not all, and the unit of
-    these four (`operands.strided`).
+    memory: shared, by which a thread gets eight channels side by side, of products it has two; or None. strides: of a
+    batch element, a head and a token; then the number of channels in memory, if not all, and the unit of these four
+    (`operands.strided`).
     """
     of_batch, of_head, of_token = strides[0], strides[1], strides[2]
     if len(strides) > 3:
         of_batch, of_head = elements(strides[0], strides[4]), elements(strides[1], strides[4])
         of_token = elements(strides[2], strides[4])
+    LANES: gl.constexpr = x[0].shape[1] // 8
+    SIDE_BY_SIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = x[0].type.layout if memory is None else SIDE_BY_SIDE
     rows = first_k + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, x[0].shape[1], gl.SliceLayout(0, LAYOUT))
     written = gl.expand_dims(rows < work_tile.length, 1)
     first = work_tile.batch.to(gl.int64) * of_batch + work_tile.head.to(gl.int64) * of_head
     at = first + gl.expand_dims((work_tile.start + rows).to(gl.int64) * of_token, 1) + gl.expand_dims(columns, 0)
     for piece in gl.static_range(len(x)):
-        there = written
+        there, tile = written, x[piece].to(out.dtype.element_ty)
         if len(strides) > 3:
             there = written & gl.expand_dims(piece * columns.shape[0] + columns < elements(strides[3], strides[4]), 0)
-        gl.store(out + at + piece * columns.shape[0], x[piece].to(out.dtype.element_ty), mask=there)
+        if memory is not None:
+            share_block(memory.index(piece % memory.shape[0]), tile)
+            barrier()
+            tile = memory.index(piece % memory.shape[0]).load(LAYOUT)
+        gl.store(out + at + piece * columns.shape[0], tile, mask=there)
 
 
 @gluon.jit
@@ -51,16 +65,17 @@ def as_tiles(memory, desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def store_gradient(
-    pieces, out, strides, desc, memory, work_tile, first_k, sizes, KIND: gl.constexpr, LAYOUT: gl.constexpr
+    pieces, out, strides, desc, memory, work_tile, first_k, sizes, KIND: gl.constexpr, IN_TURN: gl.constexpr = False
 ):  # fmt: skip
     """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
 
-    memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another.
+    memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another. IN_TURN:
+    the program has more tiles of keys than one; rows by shared memory would cost its loops of masked blocks 27%.
     """
     # a block of TMA is as wide as the form, and would write on into the next head's channels
     NARROW: gl.constexpr = len(strides) > 3
     if KIND.RAGGED or (KIND.BY_TOKEN and NARROW):
-        store_rows(pieces, out, strides, work_tile, first_k, LAYOUT)
+        store_rows(pieces, out, strides, None if IN_TURN else memory, work_tile, first_k)
     else:
         WIDTH: gl.constexpr = pieces[0].shape[1]
         row, column = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k, 0
@@ -74,7 +89,7 @@ def store_gradient(
 @gluon.jit
 def store_both(
     dk, dv, tensors, dk_desc, dv_desc, out, work_tile, sizes, CONSUMER: gl.constexpr, KIND: gl.constexpr,
-    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    WIDTH: gl.constexpr, IN_TURN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Store dK and dV, whose strides are one gradient's if there are no others; of programs that split one list, the
     last stores the sums of all."""
@@ -88,5 +103,5 @@ def store_both(
     if is_mine:
         first_k = work_tile.first + CONSUMER * ROWS
         of_dk, of_dv = tensors.strides[:EACH], tensors.strides[-EACH:]
-        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND, LAYOUT)
-        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND, LAYOUT)
+        store_gradient(dk, tensors.dk, of_dk, dk_desc, out, work_tile, first_k, sizes, KIND, IN_TURN)
+        store_gradient(dv, tensors.dv, of_dv, dv_desc, out, work_tile, first_k, sizes, KIND, IN_TURN)

@@ -179,7 +179,7 @@ def key_query_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    place = place_of(tensors, sizes, 1, tensors.dq_semaphore is not None, True)
+    place = place_of(tensors, sizes, 1, tensors.dq_semaphore is not None)
     work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place, True)
     if work_tile.first >= work_tile.length:
         return

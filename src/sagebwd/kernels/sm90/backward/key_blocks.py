@@ -5,8 +5,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sagebwd.kernels.sm90 import longest_first
 from sagebwd.kernels.sm90.backward.block_sparse import split_field
 from sagebwd.kernels.sm90.backward.tile import CONSUMERS, ROWS, block_range, sequence, sum_scale_of_length
+
+MOST_TOGETHER = gl.constexpr(longest_first.MOST_TOGETHER)
 
 
 class TileCoord(NamedTuple):
@@ -29,12 +32,13 @@ class SeqQ(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A program's packed sequence, its number among this sequence's of one head, and their number; zeros if dense.
+    """A program's packed sequence and key head, its number among this sequence's of one head, and their number.
 
-    What kernels find once, before their loops: it takes a search.
+    What kernels find once, before their loops: it takes a search. Zeros if dense.
     """
 
     batch: gl.tensor
+    head: gl.tensor
     number: gl.tensor
     programs: gl.tensor
 
@@ -56,22 +60,40 @@ def owner_of(cu_seqlens, sequences, block, span):
 
 
 @gluon.jit
-def place_of(tensors, sizes, tiles, IN_ORDER: gl.constexpr, HEADS_INTERLEAVED: gl.constexpr = False):
+def turn_of(number, heads, programs):
+    """Head and program, of ``programs`` a head of one packed sequence, where the heads of a group take turns."""
+    at_once = (heads + heads * programs // MOST_TOGETHER) // (1 + heads * programs // MOST_TOGETHER)
+    first = number // (programs * at_once) * at_once
+    within = number - first * programs
+    heads = at_once if first + at_once <= heads else heads - first
+    return first + within % heads, within // heads
+
+
+@gluon.jit
+def place_of(tensors, sizes, tiles, IN_ORDER: gl.constexpr):
     """`Place` of this program, which takes ``tiles`` key tiles; where it has none its number is beyond all programs.
 
-    IN_ORDER, HEADS_INTERLEAVED: as of `work_tile_of`. Programs of a head have the blocks of a padded layout of so many
-    keys each, in order the last first.
+    A head has the blocks of a padded layout of so many keys each. Programs go sequence by sequence; in order head by
+    head, as `head_and_number` has them, the last block first.
     """
     if tensors.cu_seqlens_k is not None:
-        _, block = head_and_number(gl.program_id(0), sizes, IN_ORDER or HEADS_INTERLEAVED)
-        if IN_ORDER:
-            block = sizes.programs - 1 - block
         span = tiles * (CONSUMERS * ROWS)
+        if IN_ORDER:
+            head, block = head_and_number(gl.program_id(0), sizes, True)
+            block = sizes.programs - 1 - block
+        else:
+            # each head has as many programs of a sequence: this is the block of one of them
+            head, block = 0, gl.program_id(0) // sizes.heads_in_all
         batch = owner_of(tensors.cu_seqlens_k, sizes.tokens_k, block, span)
         start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, True)
-        return Place(batch, block - start // span - batch, (length + span - 1) // span)
+        number, begin = block - start // span - batch, start // span + batch
+        if not IN_ORDER:
+            end = (start + length) // span + batch + 1
+            end = sizes.programs if batch == sizes.tokens_k - 1 else end
+            head, number = turn_of(gl.program_id(0) - begin * sizes.heads_in_all, sizes.heads_in_all, end - begin)
+        return Place(batch, head, number, (length + span - 1) // span)
     else:
-        return Place(0, 0, 0)
+        return Place(0, 0, 0, 0)
 
 
 @gluon.jit
@@ -79,8 +101,10 @@ def share_place(place):
     """A packed call's `Place` in shared memory, for `place_in`: in registers loops would hold it."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     memory = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    lane = gl.arange(0, 32, LAYOUT)
-    memory.store(gl.where(lane == 0, place.batch, gl.where(lane == 1, place.number, place.programs)))
+    lane, x = gl.arange(0, 32, LAYOUT), place.programs
+    for field in gl.static_range(3):
+        x = gl.where(lane == field, place[field], x)
+    memory.store(x)
     return memory
 
 
@@ -93,10 +117,10 @@ def place_in(places, VARLEN: gl.constexpr):
         x = places[0].load(LAYOUT)
         return Place(
             gl.sum(gl.where(lane == 0, x, 0), 0), gl.sum(gl.where(lane == 1, x, 0), 0),
-            gl.sum(gl.where(lane == 2, x, 0), 0),
+            gl.sum(gl.where(lane == 2, x, 0), 0), gl.sum(gl.where(lane == 3, x, 0), 0),
         )  # fmt: skip
     else:
-        return Place(0, 0, 0)
+        return Place(0, 0, 0, 0)
 
 
 @gluon.jit
@@ -131,16 +155,16 @@ def work_tile_of(program, tile_index, tensors, sizes, place, HEADS_INTERLEAVED: 
     With work splits, these say which program has which tile.
     """
     IN_ORDER: gl.constexpr = tensors.dq_semaphore is not None
-    if tensors.work_splits is None:
-        head, number = head_and_number(program, sizes, IN_ORDER or HEADS_INTERLEAVED)
-    else:
-        head, number = split_field(tensors.work_splits, program, 0), split_field(tensors.work_splits, program, 1)
     if tensors.cu_seqlens_k is not None:
         start, length = sequence(tensors.cu_seqlens_k, place.batch, sizes.tokens_k, True)
         # programs of a head have their order already
         first = key_block(tile_index, place.number, place.programs, False) * (CONSUMERS * ROWS)
-        return TileCoord(place.batch, head, start, length, first)
+        return TileCoord(place.batch, place.head, start, length, first)
     else:
+        if tensors.work_splits is None:
+            head, number = head_and_number(program, sizes, IN_ORDER or HEADS_INTERLEAVED)
+        else:
+            head, number = split_field(tensors.work_splits, program, 0), split_field(tensors.work_splits, program, 1)
         batch = head // sizes.heads_k
         start, length = sequence(tensors.cu_seqlens_k, batch, sizes.tokens_k, False)
         # of a work split the number is the key block itself

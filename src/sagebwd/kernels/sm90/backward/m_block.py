@@ -138,9 +138,7 @@ def is_followed(step):
 
 
 @gluon.jit
-def m_block(
-    c, step, s, dv, dk, MASKED: gl.constexpr, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def m_block(c, step, s, dv, dk, MASKED: gl.constexpr, CONSUMER: gl.constexpr, KIND: gl.constexpr, WIDTH: gl.constexpr):
     """Add a block of queries to dV and dK of 64 keys, and the block before it to dQ. Returns S^T of the next, dV, dK.
 
     s: the block's S^T, in flight. dv: none where another kernel computes it. MASKED: a mask or an end may cut the
@@ -321,16 +319,16 @@ def products_without_dv(c, step, ds_fp8, dv, dk, CONSUMER: gl.constexpr, WIDTH: 
     second = new_product(ds_fp8, q_t[1], dq, opaque_false)  # dS^T Q, channels 64 to 127
     add_dq_part(  # dQ += dS K
         c.dq_desc, c.dq_smem, step.to_row, dq_sem, step.counter, step.rank, step.count, CONSUMER, False
-    )  # fmt: skip
+    )
     dk_new, free, last = accumulate_alternating(  # dK += dS^T Q, but for the last channels
         dk, (first, second), ds_fp8, q_t, dk_scale, opaque_false
-    )  # fmt: skip
+    )
     if PIECES == 1:
         dq = dq_rows_product(c.k_t_smem, c.ds_smem, step.before, free, opaque(0), SECOND[1], opaque_false)  # dQ = dS K
     else:
         dq = dq_rows_product(  # dQ = dS K
             c.k_t_smem, c.ds_smem, step.before, zeros_of_rest(c.dq_smem), opaque(SECOND[0]), SECOND[1]
-        )  # fmt: skip
+        )
     last = warpgroup_mma_wait(2, deps=[last])  # dQ's are two
     mbarrier.arrive(barriers.empty.index(barrier_of(OF_COPIES, 0, WIDTH)), count=1)
     dk_new += (fma_in_place(dk[PARTS - 1], last, dk_scale),)  # dK += dS^T Q

@@ -173,7 +173,7 @@ def accumulate(
                 dv_scale = plane(memory.scales.index(stage), 0, 1, PIECE)
                 dv_new, free, last = accumulate_alternating(  # dV += P^T dO, but for the last channels
                     dv, (first, second), p_fp8, do_t, dv_scale, opaque_false
-                )  # fmt: skip
+                )
                 more = step + 1 < until if JUMPS else (number + 1 < end) | (head + 1 < heads)
                 free = free.to(gl.int32, bitcast=True)
                 s = scores(k, memory.q, full, step + 1, more, free, opaque_false, STAGES)  # S^T = K Q^T, next step
@@ -191,7 +191,7 @@ def accumulate(
         # over this warpgroup's K
         store_gradient(
             dv, tensors.dv, tensors.strides, dv_desc, as_tiles(memory.k.index(CONSUMER * PIECES), dv_desc, PARTS // 2),
-            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND, PIECE,
+            work_tile, work_tile.first + CONSUMER * ROWS, sizes, KIND,
         )  # fmt: skip
     # what TMA still reads must outlive the program's shared memory
     tma.store_wait(0)
@@ -214,7 +214,7 @@ def value_kernel(
     sizes = Sizes(
         heads_k, group, tokens_q, tokens_k, total_k, blocks_q, programs, heads_at_once, heads_in_all, lower, upper
     )
-    place = place_of(tensors, sizes, 1, False, True)
+    place = place_of(tensors, sizes, 1, False)
     work_tile = work_tile_of(gl.program_id(0), 0, tensors, sizes, place, True)
     if work_tile.first >= work_tile.length:
         return

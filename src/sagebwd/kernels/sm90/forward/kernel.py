@@ -330,9 +330,8 @@ class Forward:
         if index == 0:
             self.arrive_scheduler(index - 1 + self.warpgroups)
         program, _, _ = cute.arch.block_idx()
-        program = self.tiles.ordered(grid, program)
+        program, owner = self.tiles.ordered(grid, program)
         ring, tile_phase = Ring(Int32(0), Int32(0)), Int32(0)
-        owner = self.tiles.owner(grid, program)
         while program < grid.tiles:
             ring = self.attend_tile(consumer, program, owner, ring)
             cute.arch.mbarrier_wait(memory.tile_full, tile_phase)
@@ -571,11 +570,12 @@ class Forward:
 
         Every warpgroup does so, with the same zeros, before its own product.
         """
-        N, E = self.N, self.E
-        if keys_left < N:
-            for part in cutlass.range(N * E // 128, unroll=1):
-                at = part * 128 + thread
-                if at // E >= keys_left:
-                    v[at % E, at // E, stage] = self.dtype(0.0)
+        chunks = self.E // 8  # of 16 bytes, of a token
+        if keys_left < self.N:
+            zeros = cute.make_rmem_tensor(8, self.dtype)
+            zeros.fill(0)
+            for at in cutlass.range(thread, (self.N - keys_left) * chunks, 128, unroll=1):
+                token = v[None, keys_left + at // chunks, stage]
+                cute.autovec_copy(zeros, cute.local_tile(token, (8,), (at % chunks,)))
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync_warpgroup(index)

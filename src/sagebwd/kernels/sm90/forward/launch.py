@@ -46,33 +46,24 @@ class Written(NamedTuple):
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """o, lse of the smoothed scores, and what backward reads."""
+    """o, lse of the smoothed scores, and what backward reads; of a prologue's rows the codes alone are written."""
+    codes, inverse_rms = None, ()
     if call.prologue is not None:
-        return _forward_of_codes(call, q, k, v)
-    sampled = call.recipe.k_mean == "sample"
-    quantized = launch_quantize_k(
-        k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
-    )
-    # a masked key's V may be anything, NaN too
+        *codes, quantized, of_q, of_k = launch_norm_rope_codes(call, q, k)
+        inverse_rms = of_q, of_k
+    else:
+        sampled = call.recipe.k_mean == "sample"
+        quantized = launch_quantize_k(
+            k, call.keys, call.key_mask, SCALE_BLOCK, columns=call.head_dim, k_sampled=sampled, turned=call.turned
+        )
+    # a masked key's V may be anything, NaN too; a prologue's call masks none
     masked_v = None if call.key_mask is None else launch_masked_values(v, call.keys, call.key_mask)
     v, o = _fit(v), empty_like_rows(q, v.shape[-1])
-    q = q if fits_tma(q) else contiguous(q)
-    written = launch_forward(call, q, quantized, v, o, masked_v)
+    q = None if codes else q if fits_tma(q) else contiguous(q)
+    written = launch_forward(call, q, quantized, v, o, masked_v, codes)
     return Saved(
         o, written.lse, written.q_int8, written.q_scale, quantized.k_int8, quantized.k_scale, written.row_max,
-        quantized.k_mean,
-    )  # fmt: skip
-
-
-def _forward_of_codes(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """The same of q and k that the call has normalised and rotated first: their codes alone are written."""
-    made = launch_norm_rope_codes(call, q, k)
-    v, o = _fit(v), empty_like_rows(q, v.shape[-1])
-    given = (made.q_int8, made.q_scale)
-    written = launch_forward(call, None, made.k, v, o, codes=given)
-    return Saved(
-        o, written.lse, *given, made.k.k_int8, made.k.k_scale, written.row_max, made.k.k_mean, made.q_inverse_rms,
-        made.k_inverse_rms,
+        quantized.k_mean, *inverse_rms,
     )  # fmt: skip
 
 
@@ -83,7 +74,7 @@ def _fit(v: Tensor) -> Tensor:
 
 def launch_forward(
     call: Call, q: Tensor | None, quantized: QuantizedK, v: Tensor, o: Tensor, masked_v: Tensor | None = None,
-    codes: tuple[Tensor, Tensor] | None = None,
+    codes: list[Tensor] | None = None,
 ) -> Written:  # fmt: skip
     """Write o, and what is given back.
 
@@ -94,7 +85,7 @@ def launch_forward(
     queries, device, band = call.queries, v.device, call.band
     if codes is None:
         empty = torch.empty((*q.shape[:-1], call.head_dim), dtype=torch.int8, device=device)
-        codes = empty, queries.per_token(device)
+        codes = [empty, queries.per_token(device)]
     written = Written(*codes, queries.per_token(device), queries.per_token(device) if call.keeps_row_max else None)
     heads, bias = (queries.batch, queries.heads, -1, -1), None if call.lists is None else call.lists.bias
     tile = widths.width(call.head_dim, call.value_dim).forward_of(call.lists is not None)

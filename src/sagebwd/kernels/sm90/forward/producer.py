@@ -111,10 +111,9 @@ class Producer:
     def load(self, atoms, tensors, q: cute.Tensor, memory, key_mask: cute.Tensor | None, grid):
         """Load K and V of all tiles that the program takes."""
         program, _, _ = cute.arch.block_idx()
-        program = self.tiles.ordered(grid, program)
+        program, owner = self.tiles.ordered(grid, program)
         source = Source(atoms, tensors, memory, key_mask, grid)
         ring, tile_phase = Ring(Int32(0), Int32(1)), Int32(1)
-        owner = self.tiles.owner(grid, program)
         while program < grid.tiles:
             ring = self.load_tile(source, program, owner, ring)
             program, owner = self.next(q, memory, grid, tile_phase)
@@ -123,13 +122,10 @@ class Producer:
     @cute.jit
     def next(self, q: cute.Tensor, memory, grid, tile_phase: Int32):
         """Take the next tile, hand its number and sequence to the consumers, and prefetch its queries to L2."""
-        program = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
-            if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
-                grid.taken[0] = Int32(0)
-        program = self.tiles.ordered(grid, cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0])
-        owner = self.tiles.owner(grid, program)
+        program, owner = self.take(grid)
+        if const_expr(self.variant.varlen):
+            while self.tiles.is_empty(grid, program, owner):
+                program, owner = self.take(grid)
         cute.arch.mbarrier_wait(memory.tile_empty, tile_phase)
         if cute.arch.lane_idx() == 0:
             memory.tile[0] = program
@@ -146,6 +142,16 @@ class Producer:
                     for line in cutlass.range_constexpr(0, 2 * self.variant.columns[0], 128):
                         ptx("prefetch.global.L2 [{$r0}];", read_only_args=[row + Int64(line)])
         return program, owner
+
+    @cute.jit
+    def take(self, grid):
+        """The number of a tile that no program has taken yet, beyond the last if there is none, and its sequence."""
+        program = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            program = cute.arch.atomic_add(grid.taken.iterator, Int32(1), sem="relaxed", scope="gpu")
+            if program == grid.tiles - 1:  # the last that is ever asked for: every tile asks once
+                grid.taken[0] = Int32(0)
+        return self.tiles.ordered(grid, cute.arch.shuffle_sync(program, 0) + cute.arch.grid_dim()[0])
 
     @cute.jit
     def load_tile(self, source, program: Int32, owner: Int32, ring):

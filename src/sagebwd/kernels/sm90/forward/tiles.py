@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from sagebwd.kernels.sm90.forward.variant import SCALE_BLOCK, Variant
-from sagebwd.kernels.sm90.longest_first import in_turns
+from sagebwd.kernels.sm90.longest_first import MOST_TOGETHER, in_turns
 
 
 class Grid(NamedTuple):
@@ -68,15 +68,20 @@ class Tiles:
 
     @cute.jit
     def ordered(self, grid, number: Int32):
-        """The tile that is taken as the ``number``-th: under a causal mask the longest of some heads go first."""
-        variant, tile = self.variant, number
-        if const_expr(variant.lists):
+        """The tile that is taken as the ``number``-th, and its sequence where calls are packed.
+
+        Under a causal mask the longest of some heads go first; of packed calls sequence by sequence, the last first.
+        """
+        variant, tile, owner = self.variant, number, Int32(0)
+        if const_expr(variant.varlen):
+            tile, owner = self.of_sequences(grid, number)
+        elif const_expr(variant.lists):
             first = grid.tiles - grid.heads_at_once * grid.blocks_q
             if (number >= first) & (number < grid.tiles):
                 tile = in_turns(number, first, grid.heads_at_once, grid.blocks_q)
-        if const_expr(variant.upper and not (variant.lower or variant.lists or variant.varlen)):
+        elif const_expr(variant.upper and not variant.lower):
             tile = self.interleaved(grid, number)
-        return tile
+        return tile, owner
 
     @cute.jit
     def interleaved(self, grid, number: Int32):
@@ -91,22 +96,51 @@ class Tiles:
         return tile
 
     @cute.jit
-    def owner(self, grid, program: Int32):
-        """The sequence of a tile, where calls are packed; a warp's search, as `common.tile.owner_of`."""
+    def of_sequences(self, grid, number: Int32):
+        """The same of packed calls: sequences from the last to the first, of each the heads of a group take turns.
+
+        And the sequence.
+        """
+        tile, owner = number, Int32(0)
+        if number < grid.tiles:
+            # each head has as many tiles of a sequence: this is the block of one of them
+            owner = self.owner(grid, grid.blocks_q - 1 - number // grid.heads)
+            end = grid.blocks_q
+            if owner < grid.cu_seqlens_q.shape[0] - 2:
+                end = grid.cu_seqlens_q[owner + 1] // self.M + owner + 1
+            blocks, after = end - grid.cu_seqlens_q[owner] // self.M - owner, grid.blocks_q - end
+            at_once = cute.ceil_div(grid.heads, 1 + grid.heads * blocks // MOST_TOGETHER)
+            within = number - after * grid.heads
+            first = within // (blocks * at_once) * at_once
+            within -= first * blocks
+            heads = cutlass.min(at_once, grid.heads - first)
+            tile = (first + within % heads) * grid.blocks_q + after + within // heads
+        return tile, owner
+
+    @cute.jit
+    def is_empty(self, grid, program: Int32, owner: Int32):
+        """Whether a packed call's tile has no query: lengths are the GPU's, and there are tiles for any."""
+        empty = Boolean(False)
+        if program < grid.tiles:
+            work_tile = self.coord(grid, program, owner)
+            empty = work_tile.first_q >= work_tile.length_q
+        return empty
+
+    @cute.jit
+    def owner(self, grid, block: Int32):
+        """The sequence of a block of queries; a warp's search, as `common.tile.owner_of`."""
         found = Int32(0)
-        if const_expr(self.variant.varlen):
-            block = grid.blocks_q - 1 - program % grid.blocks_q
-            sequences = Int32(grid.cu_seqlens_q.shape[0] - 1)
-            left = sequences
-            while left > 1:
-                step = (left + 31) // 32
-                at = found + cute.arch.lane_idx() * step
-                begins = block + 1
-                if at < sequences:
-                    begins = grid.cu_seqlens_q[at] // self.M + at
-                begun = cute.arch.popc(cute.arch.vote_ballot_sync(begins <= block))
-                found += (begun - 1) * step
-                left = step
+        sequences = Int32(grid.cu_seqlens_q.shape[0] - 1)
+        left = sequences
+        while left > 1:
+            step = (left + 31) // 32
+            at = found + cute.arch.lane_idx() * step
+            begins = block + 1
+            if at < sequences:
+                begins = grid.cu_seqlens_q[at] // self.M + at
+            begun = cute.arch.popc(cute.arch.vote_ballot_sync(begins <= block))
+            found += (begun - 1) * step
+            left = step
         return found
 
     @cute.jit

@@ -275,9 +275,7 @@ def store_delta_parts(parts, x, local):
 
 
 @triton.jit
-def row_amax(
-    k_int8, scale, local, columns, stride_t, rows, head_dim: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
+def row_amax(k_int8, scale, local, columns, stride_t, rows, head_dim: tl.constexpr, EVEN: tl.constexpr):
     """The largest magnitude of each row's INT8 codes, read only where it is in doubt.
 
     A scale says that psi makes it at most 127, but for zeros, whose scale is 1.

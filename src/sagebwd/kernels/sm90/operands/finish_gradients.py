@@ -125,9 +125,7 @@ def sum_shares_kernel(
 
 
 @triton.jit
-def _sum_columns(
-    shares, out, programs, part, head_dim: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _sum_columns(shares, out, programs, part, head_dim: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     if shares is not None:
         columns, rows = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -332,11 +332,7 @@ def launch_channel_maxima(
     v: Tensor, keys: Packing, key_mask: Tensor | None, maxima: Tensor, signs: Tensor | None = None, turned: int = 0,
     copy: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Raise ``maxima``, (batch, heads, D) int32, to the bits of v's largest magnitudes by channel.
-
-    Of the tokens that count; v: (B, H, N, D) or packed. signs, copy: see `channel_maxima_kernel`; R is of ``turned``
-    channels.
-    """
+    """`channel_maxima_kernel` of v, (B, H, N, D) or packed; maxima (batch, heads, D); R is of ``turned`` channels."""
     head_dim = v.shape[-1]
     chunk, chunks = chunks_of(keys)
     launch(
