@@ -263,7 +263,6 @@ FAMILIES = (
     Call("mixed", sequences=3, is_causal=True, kv_heads=1, grad="strided"), Call("auto", sequences=2),
     Call("token", sequences=2, window=(32, 0)), Call("token", window=(24, 0), has_sinks=True, batch=2),
     Call("auto", is_causal=True), Call("auto", window=(32, 0)), Call("auto", window=(24, 8), kv_heads=1, batch=2),
-    Call("token", "pad2", head_dim=512, is_causal=True, kv_heads=1),
 )  # fmt: skip
 # Writers of a mask's memory, beside the replays of graphs; writers that put a mask elsewhere; writers of a BlockMask.
 WRITERS = {
