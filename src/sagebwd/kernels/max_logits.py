@@ -56,6 +56,6 @@ def max_logits(
         max_logits_kernel, (grid * packing.heads_in_all,), row_max, lse, Strided.of(q, packing), k_mean, found,
         packing.cu_seqlens, scale, packing.heads, 1 if k_mean is None else packing.heads // k_mean.shape[1],
         packing.extent, packing.total, grid, head_dim=head_dim, VARLEN=packing.cu_seqlens is not None,
-        BLOCK=BLOCK_OF_MAXIMA, BLOCK_D=padded_head_dim(head_dim),
+        BLOCK=BLOCK_OF_MAXIMA, BLOCK_D=padded_head_dim(head_dim), num_warps=max(4, padded_head_dim(head_dim) // 64),
     )  # fmt: skip
     return found

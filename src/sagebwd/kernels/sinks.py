@@ -163,4 +163,5 @@ def _launch(kernel: Any, packing: Packing, k_mean: Tensor | None, dims: tuple[in
         kernel, (packing.programs(BLOCK),), *given, packing.heads, group, packing.extent, packing.total,
         packing.blocks(BLOCK), head_dim=head_dim, value_dim=value_dim, VARLEN=packing.cu_seqlens is not None,
         BLOCK=BLOCK, BLOCK_D=padded_head_dim(head_dim), BLOCK_V=padded_head_dim(value_dim),
+        num_warps=max(4, padded_head_dim(max(dims)) // 64),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Products over a head_dim too wide for a tile: by pieces of channels, each loaded where it is multiplied.
 
-Outputs of a wide call are of several launches, a slice of channels each (`sagebwd.kernels.portable.config.slices`).
+Outputs of a wide call are of two slices of channels (`sagebwd.kernels.portable.config.slices`).
 """
 
 from __future__ import annotations
