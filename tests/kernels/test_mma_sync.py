@@ -158,7 +158,6 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
     [
         (80, 128, "mma_sync/mma_sync"), (86, 96, "mma_sync/mma_sync"), (89, 64, "mma_sync/triton"),
         (89, 192, "triton/triton"), (120, 128, "mma_sync/mma_sync"), (100, 128, "triton/triton"),
-        (75, 128, "triton/triton"),
     ],
 )  # fmt: skip
 def test_who_runs_token(arch, head_dim, name, monkeypatch):
