@@ -143,12 +143,21 @@ def test_what_nvrtc_refuses_is_said():
         nvrtc.compile_source('extern "C" __global__ void f() { missing(); }', ["--gpu-architecture=sm_80"])
 
 
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    def refuse(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(OSError, match=r"libnvrtc\.so"):
+        nvrtc._library.__wrapped__()
+
+
 @pytest.mark.parametrize(
     ("arch", "head_dim", "name"),
     [
         (80, 128, "mma_sync/mma_sync"), (86, 96, "mma_sync/mma_sync"), (89, 64, "mma_sync/triton"),
         (89, 192, "triton/triton"), (120, 128, "mma_sync/mma_sync"), (100, 128, "triton/triton"),
-        (75, 128, "triton/triton"),
     ],
 )  # fmt: skip
 def test_who_runs_token(arch, head_dim, name, monkeypatch):
@@ -158,6 +167,16 @@ def test_who_runs_token(arch, head_dim, name, monkeypatch):
 
 
 INT8_DP = "token(dp=int8)"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 120])
+@pytest.mark.parametrize("head_dim", [65, 96, 128])
+def test_who_runs_an_int8_dp(arch, head_dim, monkeypatch):
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    ask = Ask(Recipe.parse(INT8_DP), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
+    assert dispatch._choose.__wrapped__(ask, arch, False).name == "mma_sync/mma_sync"
+    assert dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 90, False).name == "mma_sync/mma_sync"
+    assert dispatch._choose.__wrapped__(ask, 90, False).name == "triton/triton"
 
 
 @pytest.mark.parametrize(
