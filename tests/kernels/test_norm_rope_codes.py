@@ -279,6 +279,12 @@ def stand_in(monkeypatch):
     PLANS.clear()
 
 
+def test_without_nvrtc_no_pass_takes_the_prologue(monkeypatch):
+    for missing in (None, "libnvrtc.so is not found"):
+        monkeypatch.setattr(nvrtc, "unavailable", lambda missing=missing: missing)
+        assert plan.takes_prologue(MIXED, 64) is (missing is None)
+
+
 @pytest.mark.parametrize("lengths", [(), (5, 16)], ids=["dense", "packed"])
 def test_a_plan_hands_the_prologue_to_both_directions(stand_in, lengths):
     """Of two calls by one plan each has its own tensors' results."""
