@@ -43,6 +43,7 @@ with extra("transformers"):
 TESTED = "5.17", "5.23", "5.24"
 """Releases of Transformers that the tests have run with."""
 _ROTARY = "apply_rotary_pos_emb"
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 FASTER = {
     "transformers.models.llama.modeling_llama.LlamaAttention": "step_h200_2026-11-29_7fc77049.json",
     "transformers.models.qwen3.modeling_qwen3.Qwen3Attention": "training_h200_2026-11-28_614c2a6.json",
@@ -216,7 +217,11 @@ class Left(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **attention: object) -> Tensor:
         """`qk_norm_rope_attention`."""
         given = tuple(self.arguments.get(name, default) for name, default in _DEFAULTS.items())
-        return attend(query, key, value, given, attention, self.rows if self.runs_own else None)
+
+        def own(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.to(value.dtype) for x in self.rows(query, key))  # FP32, of weights or tables that are
+
+        return attend(query, key, value, given, attention, own if self.runs_own else None)
 
     def of_packed(self, batch: int, real: Tensor | None = None) -> Left:
         """The same of (batch * tokens, heads, head_dim), or of its rows ``real``; cos is (batch or 1, tokens, R)."""
@@ -284,7 +289,8 @@ def _install(layer_class: type[nn.Module]) -> None:
     @wraps(original)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         fuse = fuse_of(getattr(self, "config", None))
-        keeps_rows = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
+        given = (*zip(names[1:], args), *kwargs.items())
+        keeps_rows = any(isinstance(x, Cache) or (name == "past_key_values" and x is not None) for name, x in given)
         if fuse is None:
             tables = kwargs.get("position_embeddings", args[place] if len(args) > place else None)
             fuse = is_faster and type(self) is layer_class and not keeps_rows and _follows(self, tables)
@@ -351,7 +357,7 @@ def _put_norm_off(layer: str, norm: NormPutOff, x: Tensor) -> Rows:
 def _known_norm(module: nn.Module, norm: nn.Module | None, norms: dict[type, Norm]) -> NormPutOff | None:
     """A norm of heads; None of another, or one that is more than its class."""
     known = norms.get(type(norm))
-    if known is None or "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks:
+    if known is None or "forward" in norm.__dict__ or any(getattr(norm, hooks) for hooks in _HOOKS):
         return None
     eps, weight = getattr(norm, known.eps), norm.weight
     if eps is None or weight is None or tuple(weight.shape) != (getattr(module, "head_dim", None),):
