@@ -198,6 +198,15 @@ def test_a_trace_gives_do_the_strides_of_o(guessed, monkeypatch):
     assert [calls.count("sagebwd.strided.default") for calls in graphs] == [0, not guessed]
 
 
+def test_a_trace_of_vmap(monkeypatch):
+    """Regression: no rule for batches of the operator that looks where operands lie, which a CPU does without."""
+    monkeypatch.setattr(operands, "ANYWHERE", ())
+    given = torch.randn(3, 2, 2, 4, 12, DIM)
+    torch._dynamo.reset()
+    found = torch.compile(torch.vmap(sage_attention), fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(found, torch.stack([sage_attention(*x) for x in given.unbind(1)]))
+
+
 def heads_side_by_side(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -410,7 +410,9 @@ def test_left_to_the_library_rows_of_fp32_are_values_dtype(what, passes):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("what", ["no passes", "cache", "own cache", "rotary", "forward", "subclass", "learned", "sdpa"])
+@pytest.mark.parametrize(
+    "what", ["no passes", "cache", "own cache", "rotary", "forward", "subclass", "learned", "sdpa"]
+)
 def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, recwarn):
     model, given = build("Llama", fuse=None), {"input_ids": tokens(1, 8)}
     if what != "no passes":

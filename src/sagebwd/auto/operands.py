@@ -182,6 +182,7 @@ def _is_plain(x: Tensor) -> bool:
 # As torch's own ``contiguous``: a trace has what it calls in its place, which is nothing where x is in place.
 _LIBRARY.define("in_place(Tensor(a) x, bool rows=True) -> Tensor(a)")
 _LIBRARY.impl("in_place", _in_place, "CompositeImplicitAutograd")
+_LIBRARY.impl("in_place", _in_place, "FuncTorchBatchedDecomposition")  # vmap in a graph
 _LIBRARY.define("as_output(Tensor(a) do, SymInt[] strides) -> Tensor(a)")
 _LIBRARY.impl("as_output", _as_output, "CompositeImplicitAutograd")
 
