@@ -197,3 +197,4 @@ _moved.register_autograd(lambda ctx, do: do)
 
 torch.library.custom_op("sagebwd::strided", _strided, mutates_args=(), schema="(Tensor x, SymInt[] strides) -> Tensor")
 torch.library.register_fake("sagebwd::strided", _empty_strided)
+torch.library.register_autograd("sagebwd::strided", lambda ctx, do: (do, None))
