@@ -411,7 +411,7 @@ def test_left_to_the_library_rows_of_fp32_are_values_dtype(what, passes):
 
 
 @pytest.mark.parametrize(
-    "what", ["no passes", "cache", "own cache", "rotary", "forward", "subclass", "learned", "sdpa"]
+    "what", ["no passes", "cache", "own cache", "rotary", "forward", "attention", "subclass", "learned", "sdpa"]
 )
 def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, recwarn):
     model, given = build("Llama", fuse=None), {"input_ids": tokens(1, 8)}
@@ -429,6 +429,10 @@ def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, re
     elif what == "forward":
         original = LlamaAttention.forward.__wrapped__
         monkeypatch.setattr(LlamaAttention, "forward", lambda self, *x, **more: original(self, *x, **more))
+    elif what == "attention":
+        attend, functions = AttentionInterface()["sagebwd"], AttentionInterface._global_mapping
+        watched = lambda module, q, *x, **more: attend(module, q.abs(), *x, **more)  # noqa: E731
+        monkeypatch.setitem(functions, "sagebwd", watched)
     elif what == "subclass":
         for layer in model.model.layers:
             layer.self_attn.__class__ = type("Own", (LlamaAttention,), {})

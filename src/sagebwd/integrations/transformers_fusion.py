@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sagebwd.dispatch import arch_of
 from sagebwd.extras import extra
-from sagebwd.integrations.transformers_settings import fuse_of
+from sagebwd.integrations.transformers_settings import NAME, fuse_of
 from sagebwd.integrations.transformers_torch import say
 from sagebwd.norm_rope.composed import HALF, ROPES, norm_rope
 from sagebwd.norm_rope.functions import attend, qk_norm_rope
@@ -39,6 +39,7 @@ from sagebwd.tracing import assume_constant
 with extra("transformers"):
     import transformers
     from transformers import Cache, PreTrainedModel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 TESTED = "5.17", "5.23", "5.24"
 """Releases of Transformers that the tests have run with."""
@@ -315,9 +316,11 @@ def _install(layer_class: type[nn.Module]) -> None:
 
 
 def _follows(module: nn.Module, tables: object) -> bool:
-    """Whether a layer of `FASTER` is on a GPU with the passes, and its rotary embedding the one that it was."""
+    """Whether a layer of `FASTER` is on a GPU with the passes, its rotary embedding and attention as they were."""
     rotary = getattr(sys.modules[type(module).__module__], _ROTARY, None)
     if getattr(rotary, "rotations", {}).get(True) != (HALF, _as_they_are):
+        return False
+    if ALL_ATTENTION_FUNCTIONS.get_interface(NAME, None) is not sys.modules[f"{__package__}.transformers"].attention:
         return False
     if not isinstance(tables, tuple) or [isinstance(x, Tensor) for x in tables] != [True, True]:
         return False
