@@ -143,7 +143,7 @@ PACKED = ("packed_h200_2026-11-29_8fde0586", 128), ("packed_h200_2026-11-25_cbd8
 def packed_speeds() -> dict[tuple[str, str, str], dict[str, float]]:
     """By head_dim, heads and sequences of a packed call: speed of `mixed` over FlashAttention-4, by direction."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in (row for name, width in PACKED for row in rows_of(name) if row["head_dim"] == width):
+    for row in (row for name, head_dim in PACKED for row in rows_of(name) if row["head_dim"] == head_dim):
         if (row["impl"], row["recipe"]) == ("hopper", "mixed"):
             tokens, kv = row["lengths"], f" on {row['kv_heads']}" * (row["kv_heads"] != row["heads"])
             equal = len(set(tokens)) == 1
