@@ -2,8 +2,8 @@
 
 docs/support.md shows it (`python -m tools.tables`). A test asks again, so that the file changes in the commit in which
 dispatch does. `native`: the implementation's own kernels run both directions, on a card on which they have been run;
-`served by X`: X runs it, or a direction of it; `not validated`: accepted, but never run on such a card; `declined`: it
-raises an error.
+`served by X`: X runs it, or a direction of it; `not validated`: accepted, but never run on such a card, or at such a
+head_dim; `declined`: it raises an error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ NATIVE, SERVED, NOT_VALIDATED, DECLINED = "native", "served by {}", "not validat
 DEFAULT = "default"
 VALIDATED = {"9.0": "H100, H200", "no GPU": "CPU"}
 """Cards on which kernels, or the reference, have been run."""
+RUN_TO = 256
+"""The largest head_dim of which kernels have been run."""
 CARDS = {
     "9.0": "H100, H200", "8.0": "A100", "8.6": "RTX 3090, A40", "8.9": "RTX 4090, L40S", "10.0": "B200",
     "12.0": "RTX 5090", "7.5": "T4, RTX 20", "no GPU": "CPU",
@@ -49,12 +51,12 @@ def runs(recipe: str, widths: tuple[int, int], capability: str, impl: str | None
     return choice.forward.impl, choice.backward.impl
 
 
-def status(found: tuple[str, str] | None, impl: str, capability: str) -> str:
+def status(found: tuple[str, str] | None, impl: str, capability: str, head_dim: int = 64) -> str:
     """What an implementation that is named does."""
     if found is None:
         return DECLINED
     others = [f"{other}, {way}" for way, other in zip(("forward", "backward"), found) if other != impl]
-    if capability not in VALIDATED and impl != "reference":
+    if impl != "reference" and (capability not in VALIDATED or head_dim > RUN_TO):
         return NOT_VALIDATED + (f", {SERVED.format(others[0])}" if others else "")
     return SERVED.format(others[0]) if others else NATIVE
 
@@ -69,7 +71,7 @@ def widths_and_recipes() -> dict[str, dict[str, dict[str, str]]]:
                 default = runs(recipe, widths, capability, None)
                 cells = {DEFAULT: DECLINED if default is None else " / ".join(dict.fromkeys(default))}
                 for impl in FAMILIES:
-                    cells[impl] = status(runs(recipe, widths, capability, impl), impl, capability)
+                    cells[impl] = status(runs(recipe, widths, capability, impl), impl, capability, widths[0])
                 by_card[capability] = cells
     return found
 

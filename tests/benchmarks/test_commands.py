@@ -83,7 +83,7 @@ def test_peaks_of_skewed_documents(command, tmp_path):
         (("attention", "--device", "cpu", "--tokens", 0), "tokens=0 must be at least 1"),
         (("masks", "--device", "cpu", "--output", __file__), "test_commands.py is no folder; give another"),
         (("block", "--device", "cpu", "--head-dim", 7), "head_dim=7 is not of this benchmark; accepted: even numbers"),
-        (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: documents"),
+        (("masks", "--device", "cpu", "--mask", "none"), "mask='none' is not known; accepted: teacher-forcing"),
         (("attention", "--device", "tpu"), "device='tpu' is not known"),
         (("attention", "--device", "cpu", "--documents", "sft"), "--documents names lengths of --packed"),
         (("packed-skew", "--device", "cpu", "--case", "long"), "case='long' is not known; accepted: one of 32768"),

@@ -187,7 +187,7 @@ def test_the_command_keeps_what_it_measures(of_few_points, capsys):
 def test_a_report_has_self_tests_and_the_same_rows(of_few_points, monkeypatch):
     from sagebwd.cli import report
 
-    monkeypatch.setattr(report, "TESTED", (("token", "64"), ("token", "300")))
+    monkeypatch.setattr(report, "TESTED", (("token", "64"), ("token", "600")))
     path = of_few_points / "report.json"
     command.measure("cpu", [bench.Case(CAUSAL, 16, 16)], None, "abc", path)
     found = json.loads(path.read_text())
@@ -195,7 +195,7 @@ def test_a_report_has_self_tests_and_the_same_rows(of_few_points, monkeypatch):
     passed, refused = found["self_tests"]
     assert (passed["impl"], passed["error"], passed["refused"]) == ("reference", 0.0, None)
     assert refused["error"] is None
-    assert "head_dim 300 is not supported" in refused["refused"]
+    assert "head_dim 600 is not supported" in refused["refused"]
     with pytest.raises(ValueError, match=r"--report .* is a folder; give a file"):
         command.measure("cpu", [], None, "abc", of_few_points)
 

@@ -23,8 +23,9 @@ SOURCES = machine_code.ROOT / "src"
 # Loops of kernels without a count of rounds: the one that waits, those that take tiles until none is left, searches
 # for a packed program's sequence, which of so many look on at a 32nd, and one that doubles a number.
 WHILE = {
-    "backward/dq_sums.py wait_for", "forward/producer.py load", "forward/kernel.py attend", "common/tile.py owner_of",
-    "backward/key_blocks.py owner_of", "forward/tiles.py owner", "common/chunks.py its_chunk",
+    "backward/dq_sums.py wait_for", "forward/producer.py load", "forward/producer.py next", "forward/kernel.py attend",
+    "common/tile.py owner_of", "backward/key_blocks.py owner_of", "forward/tiles.py owner",
+    "common/chunks.py its_chunk",
 }  # fmt: skip
 # Calls that together launch the kernels of either family: each way to add to dQ (by columns, by rows, after dV's own
 # kernel, there in one piece and in three) with the fewest loops, and lists of blocks.

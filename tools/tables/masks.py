@@ -5,7 +5,7 @@ from lab.studies.study_tables import table
 from tools.tables.cells import length, numbers
 from tools.tables.results import rows_of
 
-FILE, HEAD_DIM = "masks_h200_2026-11-29_94846373", None
+FILE, HEAD_DIM = "masks_h200_2026-11-29_8fde0586", None
 """A file of `python -m benchmarks masks`, and the head_dim of it that is shown; None for all."""
 DIRECTIONS = ("fwd", "fwd+bwd")
 

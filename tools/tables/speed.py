@@ -136,10 +136,14 @@ def masks() -> str:
     return table(["mask", "pairs shown", *peers], rows)
 
 
+PACKED = ("packed_h200_2026-11-29_8fde0586", 128), ("packed_h200_2026-11-25_cbd8f97", 64)
+"""Files of `python -m benchmarks attention --packed`, and the head_dim that is read of each."""
+
+
 def packed_speeds() -> dict[tuple[str, str, str], dict[str, float]]:
     """By head_dim, heads and sequences of a packed call: speed of `mixed` over FlashAttention-4, by direction."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in rows_of("packed_h200_2026-11-25_cbd8f97"):
+    for row in (row for name, head_dim in PACKED for row in rows_of(name) if row["head_dim"] == head_dim):
         if (row["impl"], row["recipe"]) == ("hopper", "mixed"):
             tokens, kv = row["lengths"], f" on {row['kv_heads']}" * (row["kv_heads"] != row["heads"])
             equal = len(set(tokens)) == 1

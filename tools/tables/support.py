@@ -8,12 +8,13 @@ FILE = ROOT / "docs" / "support.json"
 REFERENCE = "reference"
 
 
-def _cell(cells: dict[str, str], validated: bool) -> str:
+def _cell(cells: dict[str, str]) -> str:
     """What runs by default, and what else may be named."""
     default = cells["default"]
     if default in ("declined", REFERENCE):
         return default if default == "declined" else "`reference`, native"
     forward, _, backward = default.partition(" / ")
+    validated = not cells[forward].startswith("not validated")
     text = f"`{forward}`" + (f", its backward served by `{backward}`" if backward else "")
     text += ", native" * (validated and not backward) + ", not validated" * (not validated)
     others = [impl for impl, status in cells.items()
@@ -33,7 +34,7 @@ def recipes() -> str:
     rows: dict[tuple, list[str]] = {}
     for form, by_card in content["recipes"].items():
         recipe, _, head_dim = form.partition(", head_dim ")
-        cells = tuple(_cell(by_card[card], card in content["validated"]) for card in first)
+        cells = tuple(_cell(by_card[card]) for card in first)
         rows.setdefault((recipe, cells), []).append(head_dim)
     head = ["recipe", "head_dim", *(", ".join(names) for names in cards.values())]
     return table(head, [[f"`{recipe}`", ", ".join(dims), *cells] for (recipe, cells), dims in rows.items()])
