@@ -176,6 +176,14 @@ def test_a_choice_has_the_rows_of_its_name(row):
             NotImplementedError,
             "first_keys=4, which is not one of 0, 16.*; impl='reference' does",
         ),
+        (
+            {"recipe": MIXED, "head_dim": 320},
+            NotImplementedError,
+            "^impl='hopper' and 'triton' do not support this call: head_dim 320/64 is not one of 1 to 256; recipe "
+            "'mixed' has k_scale=lane, which is not one of token, block at a head_dim over 256; name 'token', 'paper' "
+            "or 'full', or leave recipe and impl out; recipe 'mixed' has dv=fp8, which is not one of int8, 16bit; "
+            "impl='reference' does$",
+        ),
         ({"recipe": TOKEN.replace(block_k=16)}, NotImplementedError, "block_k=16, which is not one of 32, 64, 128"),
     ],
 )

@@ -91,11 +91,12 @@ def _choose(ask: Ask, arch: int, interpreted: bool, with_extras: bool = False) -
     for impl in wanted:
         recipe = _automatic(FAMILIES[impl], ask) if ask.recipe == AUTO else ask.recipe
         found = _rows(FAMILIES[impl], recipe, ask, with_extras)
-        if not isinstance(found, str):
+        if isinstance(found, tuple):
             return Choice(recipe, *found)
-        reasons[found] = None
+        reasons |= dict.fromkeys(found)
+    tried = f"{' and '.join(map(repr, wanted))} {'does' if len(wanted) == 1 else 'do'}"
     raise NotImplementedError(
-        f"impl={last.name!r} does not support this call: {'; '.join(reasons)}; impl={families.REFERENCE.name!r} does"
+        f"impl={tried} not support this call: {'; '.join(reasons)}; impl={families.REFERENCE.name!r} does"
     )
 
 
@@ -109,8 +110,8 @@ def _automatic(family: Family, ask: Ask) -> Recipe:
     return Recipe.named(family.auto)
 
 
-def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | str:
-    """The rows of a family for both directions, or why it lacks the call.
+def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -> tuple[Row, Row] | list[str]:
+    """The rows of a family for both directions, or the reasons why it lacks the call.
 
     A family that falls back has at least one of the two itself; the other is run to the same recipe, where it lacks
     that or what compiles it is missing; with_extras: it is not.
@@ -133,7 +134,7 @@ def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -
             refusals.append(reason)
     if len(rows) == 2 and family.name in (row.impl for row in rows):
         return rows[0], rows[1]
-    return "; ".join(dict.fromkeys(refusals))
+    return refusals
 
 
 def missing(row: Row) -> str | None:

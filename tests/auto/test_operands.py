@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sagebwd import sage_attention, sage_attention_varlen
@@ -196,6 +197,23 @@ def test_a_trace_gives_do_the_strides_of_o(guessed, monkeypatch):
     with torch._functorch.config.patch(guess_tangent_strides_as_outputs=guessed):
         graphs = graphs_of(attention, q, k, v)
     assert [calls.count("sagebwd.strided.default") for calls in graphs] == [0, not guessed]
+
+
+def test_a_second_derivative_in_a_trace():
+    """Regression: the operator that gives dO its strides had none, as make_fx and fake tensors ask."""
+    with FakeTensorMode():
+        do = torch.ones(2, 3, 4, requires_grad=True)
+        operands.as_output(do, heads_side_by_side(do).stride()).sum().backward()
+    assert do.grad.shape == do.shape
+
+
+def test_a_trace_of_vmap(monkeypatch):
+    """Regression: no rule for batches of the operator that looks where operands lie, which a CPU does without."""
+    monkeypatch.setattr(operands, "ANYWHERE", ())
+    given = torch.randn(3, 2, 2, 4, 12, DIM)
+    torch._dynamo.reset()
+    found = torch.compile(torch.vmap(sage_attention), fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(found, torch.stack([sage_attention(*x) for x in given.unbind(1)]))
 
 
 def heads_side_by_side(x):

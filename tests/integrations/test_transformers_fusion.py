@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AttentionInterface,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     Ministral3Config,
@@ -201,7 +202,7 @@ def test_a_norm_that_was_added_stays():
     assert all(relative_l2(a, e) < 1e-5 for a, e in zip(fused, plain))
 
 
-@pytest.mark.parametrize("kind", ["layer norm", "hook", "two eps", "forward"])
+@pytest.mark.parametrize("kind", ["layer norm", "hook", "hook of backward", "two eps", "forward"])
 def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, kind):
     """Before the rest, which is rotary embedding and attention."""
 
@@ -212,6 +213,8 @@ def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, kind):
             layer.q_norm = nn.LayerNorm(16)
         elif kind == "hook":
             layer.k_norm.register_forward_hook(lambda module, given, out: 2 * out)
+        elif kind == "hook of backward":
+            layer.k_norm.register_full_backward_hook(lambda module, given, out: None)
         elif kind == "two eps":
             layer.k_norm.variance_epsilon = 0.5
         else:
@@ -391,7 +394,25 @@ def test_left_to_the_library_packed_documents_have_their_own_rows(name, passes, 
     assert seen.whole == 2
 
 
-@pytest.mark.parametrize("what", ["no passes", "cache", "rotary", "forward", "subclass", "learned", "sdpa"])
+@pytest.mark.parametrize("what", ["norms", "tables"])
+def test_left_to_the_library_rows_of_fp32_are_values_dtype(what, passes):
+    """Regression: TypeError, where norms of queries and keys, or tables, stay FP32 in a model of 16 bits."""
+    found = []
+    for fuse in (False, None):
+        model = build("Qwen3", fuse=fuse).to(torch.bfloat16)
+        rotary = model.model.rotary_emb.forward
+        if what == "tables":
+            model.model.rotary_emb.forward = lambda *x, rotary=rotary: tuple(y.float() for y in rotary(*x))
+        for layer in model.model.layers if what == "norms" else ():
+            layer.self_attn.q_norm.float()
+            layer.self_attn.k_norm.float()
+        found.append(model(input_ids=tokens(1, 8)).logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "what", ["no passes", "cache", "own cache", "rotary", "forward", "attention", "subclass", "learned", "sdpa"]
+)
 def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, recwarn):
     model, given = build("Llama", fuse=None), {"input_ids": tokens(1, 8)}
     if what != "no passes":
@@ -399,11 +420,19 @@ def test_left_to_the_library_other_layers_stay_as_they_are(what, monkeypatch, re
     if what == "cache":
         model.train()
         given["use_cache"] = True
+    elif what == "own cache":  # no Cache of Transformers
+        cache = DynamicCache()
+        names = "update", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_sliding", "is_compileable"
+        given["past_key_values"] = SimpleNamespace(**{x: getattr(cache, x) for x in names if hasattr(cache, x)})
     elif what == "rotary":
         monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k))
     elif what == "forward":
         original = LlamaAttention.forward.__wrapped__
         monkeypatch.setattr(LlamaAttention, "forward", lambda self, *x, **more: original(self, *x, **more))
+    elif what == "attention":
+        attend, functions = AttentionInterface()["sagebwd"], AttentionInterface._global_mapping
+        watched = lambda module, q, *x, **more: attend(module, q.abs(), *x, **more)  # noqa: E731
+        monkeypatch.setitem(functions, "sagebwd", watched)
     elif what == "subclass":
         for layer in model.model.layers:
             layer.self_attn.__class__ = type("Own", (LlamaAttention,), {})

@@ -182,6 +182,7 @@ def _is_plain(x: Tensor) -> bool:
 # As torch's own ``contiguous``: a trace has what it calls in its place, which is nothing where x is in place.
 _LIBRARY.define("in_place(Tensor(a) x, bool rows=True) -> Tensor(a)")
 _LIBRARY.impl("in_place", _in_place, "CompositeImplicitAutograd")
+_LIBRARY.impl("in_place", _in_place, "FuncTorchBatchedDecomposition")  # vmap in a graph
 _LIBRARY.define("as_output(Tensor(a) do, SymInt[] strides) -> Tensor(a)")
 _LIBRARY.impl("as_output", _as_output, "CompositeImplicitAutograd")
 
@@ -196,3 +197,4 @@ _moved.register_autograd(lambda ctx, do: do)
 
 torch.library.custom_op("sagebwd::strided", _strided, mutates_args=(), schema="(Tensor x, SymInt[] strides) -> Tensor")
 torch.library.register_fake("sagebwd::strided", _empty_strided)
+torch.library.register_autograd("sagebwd::strided", lambda ctx, do: (do, None))

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sagebwd.dispatch import arch_of
 from sagebwd.extras import extra
-from sagebwd.integrations.transformers_settings import fuse_of
+from sagebwd.integrations.transformers_settings import NAME, fuse_of
 from sagebwd.integrations.transformers_torch import say
 from sagebwd.norm_rope.composed import HALF, ROPES, norm_rope
 from sagebwd.norm_rope.functions import attend, qk_norm_rope
@@ -39,10 +39,12 @@ from sagebwd.tracing import assume_constant
 with extra("transformers"):
     import transformers
     from transformers import Cache, PreTrainedModel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 TESTED = "5.17", "5.23", "5.24"
 """Releases of Transformers that the tests have run with."""
 _ROTARY = "apply_rotary_pos_emb"
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 FASTER = {
     "transformers.models.llama.modeling_llama.LlamaAttention": "step_h200_2026-11-29_7fc77049.json",
     "transformers.models.qwen3.modeling_qwen3.Qwen3Attention": "training_h200_2026-11-28_614c2a6.json",
@@ -216,7 +218,11 @@ class Left(NamedTuple):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **attention: object) -> Tensor:
         """`qk_norm_rope_attention`."""
         given = tuple(self.arguments.get(name, default) for name, default in _DEFAULTS.items())
-        return attend(query, key, value, given, attention, self.rows if self.runs_own else None)
+
+        def own(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.to(value.dtype) for x in self.rows(query, key))  # FP32, of weights or tables that are
+
+        return attend(query, key, value, given, attention, own if self.runs_own else None)
 
     def of_packed(self, batch: int, real: Tensor | None = None) -> Left:
         """The same of (batch * tokens, heads, head_dim), or of its rows ``real``; cos is (batch or 1, tokens, R)."""
@@ -284,7 +290,8 @@ def _install(layer_class: type[nn.Module]) -> None:
     @wraps(original)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         fuse = fuse_of(getattr(self, "config", None))
-        keeps_rows = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
+        given = (*zip(names[1:], args), *kwargs.items())
+        keeps_rows = any(isinstance(x, Cache) or (name == "past_key_values" and x is not None) for name, x in given)
         if fuse is None:
             tables = kwargs.get("position_embeddings", args[place] if len(args) > place else None)
             fuse = is_faster and type(self) is layer_class and not keeps_rows and _follows(self, tables)
@@ -309,9 +316,11 @@ def _install(layer_class: type[nn.Module]) -> None:
 
 
 def _follows(module: nn.Module, tables: object) -> bool:
-    """Whether a layer of `FASTER` is on a GPU with the passes, and its rotary embedding the one that it was."""
+    """Whether a layer of `FASTER` is on a GPU with the passes, its rotary embedding and attention as they were."""
     rotary = getattr(sys.modules[type(module).__module__], _ROTARY, None)
     if getattr(rotary, "rotations", {}).get(True) != (HALF, _as_they_are):
+        return False
+    if ALL_ATTENTION_FUNCTIONS.get_interface(NAME, None) is not sys.modules[f"{__package__}.transformers"].attention:
         return False
     if not isinstance(tables, tuple) or [isinstance(x, Tensor) for x in tables] != [True, True]:
         return False
@@ -351,7 +360,7 @@ def _put_norm_off(layer: str, norm: NormPutOff, x: Tensor) -> Rows:
 def _known_norm(module: nn.Module, norm: nn.Module | None, norms: dict[type, Norm]) -> NormPutOff | None:
     """A norm of heads; None of another, or one that is more than its class."""
     known = norms.get(type(norm))
-    if known is None or "forward" in norm.__dict__ or norm._forward_hooks or norm._forward_pre_hooks:
+    if known is None or "forward" in norm.__dict__ or any(getattr(norm, hooks) for hooks in _HOOKS):
         return None
     eps, weight = getattr(norm, known.eps), norm.weight
     if eps is None or weight is None or tuple(weight.shape) != (getattr(module, "head_dim", None),):

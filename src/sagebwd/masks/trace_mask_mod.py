@@ -227,8 +227,12 @@ class _Tracer(TorchFunctionMode):
             raise Untraceable("a number of another kind")
         if dtype == torch.float64 and ctypes.c_float(x).value != x:  # kernels take numbers in float32
             raise Untraceable("a number that float32 lacks")
-        if isinstance(x, int) and not -(2**61) <= x < 2**61:
-            raise Untraceable("a large number")
+        if dtype in SIGNED[:-1] or dtype == torch.uint8:  # torch raises, or cuts it
+            least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        else:
+            least, most = -(2**61), 2**61 - 1
+        if isinstance(x, int) and not least <= x <= most:
+            raise Untraceable("a number that its dtype lacks")
         self.numbers.append(int(x) if isinstance(x, bool) else x)
         return self.step("number", dtype, [], dtype, len(self.numbers) - 1)
 

@@ -162,6 +162,7 @@ UNTRACEABLE = {
     "an attribute of tensors": lambda b, h, q, k: q >= k if q.is_nested else q < k,
     "a scalar of a wider dtype": lambda b, h, q, k: small[q] >= few,
     "a fraction that FP32 lacks": lambda b, h, q, k: fractions.double()[k] >= 0.1,
+    "a number that INT32 lacks": lambda b, h, q, k: torch.where(q < k, documents.int()[k], 2**31) > 0,
     "a negated view": lambda b, h, q, k: torch._neg_view(documents)[k] > -2,
     "a branch": lambda b, h, q, k: q >= k if q > 3 else q < k,
     "a sum of fractions": lambda b, h, q, k: fractions[q] + fractions[k] > 1,

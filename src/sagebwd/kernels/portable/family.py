@@ -8,6 +8,7 @@ from sagebwd.recipe import INT8, SIXTEEN_BIT
 NAME, MODULE = "triton", "sagebwd.kernels.portable.launch"
 _TILES = {"block_q": BLOCKS, "block_k": BLOCKS, "p_levels": (127, 254)}
 _WIDE = {"k_scale": ("token", "block"), "dp": (SIXTEEN_BIT,)}
+_OF_WIDE = dict.fromkeys(_WIDE, "; name 'token', 'paper' or 'full', or leave recipe and impl out")
 _WIDTHS = f"1 to {MAX_HEAD_DIM}"
 
 
@@ -21,12 +22,12 @@ FAMILY = Family(
     NAME,
     Row(
         FORWARD, NAME, MODULE, KERNEL_DTYPES, {"first_keys": (0, 16), **_TILES}, form, _WIDTHS, means=2,
-        powers_of_two=True, wide_fields=_WIDE,
+        powers_of_two=True, wide_fields=_WIDE, instead=_OF_WIDE,
     ),
     Row(
         BACKWARD, NAME, MODULE, KERNEL_DTYPES,
         {**dict.fromkeys(("dv", "dq", "dk"), (INT8, SIXTEEN_BIT)), **_TILES}, form, _WIDTHS, powers_of_two=True,
-        wide_fields=_WIDE,
+        wide_fields=_WIDE, instead=_OF_WIDE,
     ),
     auto="token",
     gpu="a GPU of compute capability 8.0 or more",
