@@ -134,7 +134,7 @@ def test_swapping_native_changes_no_more_than_the_recipe_does(name, recipe):
     actual = run(model, inputs)
     for a, e, floor in zip(actual, expected, FLOORS[recipe]):
         assert relative_l2(a, e) < floor
-        assert not torch.equal(a, e)
+        assert recipe == "full" or not torch.equal(a, e)  # full precision may round as torch does
 
 
 def test_what_is_masked_does_not_matter():
