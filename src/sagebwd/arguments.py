@@ -107,7 +107,8 @@ def arguments_of(
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
     automatic = ask.recipe == AUTO and impl is None
-    only_torch = checks.only_torch(query, value, elements, dropout_p, WIDE if automatic else MAX_HEAD_DIM)
+    most = WIDE if automatic else MAX_HEAD_DIM  # wider kernels run where a recipe is named alone
+    only_torch = checks.only_torch(query, value, elements, dropout_p, most)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None
     more = return_lse or return_max_logits or sinks is not None
@@ -119,11 +120,10 @@ def arguments_of(
         ask = ask._replace(kind=way.kind)
         size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens), by_torch)
     elif only_torch is not None:
-        ask = ask._replace(only_torch=checks.only_torch(query, value, elements, dropout_p))
-        if automatic and ask.only_torch is not None:
+        if automatic:
             of_ours = {"sinks": sinks, "return_lse": return_lse, "return_max_logits": return_max_logits}
-            checks.refuse_beside(ask.only_torch, block_mask=block_mask, **of_ours)
-        checks.refuse_only_torch(query, value, elements, dropout_p)
+            checks.refuse_beside(only_torch, block_mask=block_mask, **of_ours)
+        checks.refuse_only_torch(query, value, elements, dropout_p, most=most)
     lengths = query.shape[2], key.shape[2]
     settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
     return Arguments(query, key, value, elements, (None, None), *settings)
@@ -144,8 +144,9 @@ def packed_arguments_of(
     offsets = cu_seqlens_q, cu_seqlens_k
     lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
-    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
+    most = WIDE if ask.recipe == AUTO and impl is None else MAX_HEAD_DIM
+    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE, most)
     size, count = None, offsets[0].shape[0] - 1
     way = Way(PACKED, is_causal=is_causal, longest=lengths, window=window)
     more = return_lse or return_max_logits or sinks is not None

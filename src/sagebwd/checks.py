@@ -237,10 +237,14 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
         )
 
 
-def _refuse_head_dim(name: str, tensor: Tensor, instead: str = _INSTEAD) -> None:
-    raise ValueError(
-        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {capabilities.MAX_HEAD_DIM}; {instead}"
-    )
+def _refuse_head_dim(
+    name: str, tensor: Tensor, instead: str = _INSTEAD, most: int = capabilities.MAX_HEAD_DIM
+) -> None:  # fmt: skip
+    width = tensor.shape[-1]
+    named = "" if not most < width <= capabilities.MAX_HEAD_DIM else (
+        f" under 'auto'; recipe='token', 'paper' and 'full' take up to {capabilities.MAX_HEAD_DIM}"
+    )  # fmt: skip
+    raise ValueError(f"{name}: head_dim {width} is not supported; accepted: 1 to {most}{named}; {instead}")
 
 
 def only_torch(
@@ -265,12 +269,13 @@ def only_torch(
 
 
 def refuse_only_torch(
-    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, instead: str = _INSTEAD
-) -> None:
+    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, instead: str = _INSTEAD,
+    most: int = capabilities.MAX_HEAD_DIM,
+) -> None:  # fmt: skip
     """Raises where `only_torch` names something: of calls that torch's own attention is not to run, or cannot."""
     for name, tensor in (("query", query), ("value", value)):
-        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
-            _refuse_head_dim(name, tensor, instead)
+        if tensor.shape[-1] > most:
+            _refuse_head_dim(name, tensor, instead, most)
     if dropout_p != 0:
         raise NotImplementedError(
             f"dropout_p={dropout_p} is not supported, only 0: each kernel would draw the same random numbers again; "
