@@ -46,23 +46,22 @@ def gate(
     eps = torch.finfo(inputs[0].dtype).eps
     computed, errors, doubtful = _computed(shape, attention, inputs), [], []
 
-    def is_broken(one: slice, others: Iterable[list[tuple[float, float]]] = ()) -> bool:
-        low, high = (
-            emulated(shape, recipe, inputs, dtype, mask, band, sinks, one)
-            for dtype in (inputs[0].dtype, torch.float64)
-        )
-        errors.append((one, list(map(emulator_error, low, high))))
-        of_others = zip(*others) if others else [()] * len(TENSORS)
-        sides = zip(computed, low, high, of_others)
-        return any(violation(x[..., one, :], *pair, eps, more) is not None for x, *pair, more in sides)
+    def sides_of(one: slice) -> list[tuple[Tensor, Tensor]]:
+        dtypes = inputs[0].dtype, torch.float64
+        return list(zip(*(emulated(shape, recipe, inputs, x, mask, band, sinks, one) for x in dtypes)))
+
+    def is_broken(one: slice, sides: list[tuple[Tensor, Tensor]], others: Iterable[Iterable]) -> bool:
+        found = (violation(x[..., one, :], *pair, eps, more) for x, pair, more in zip(computed, sides, others))
+        return any(x is not None for x in found)
 
     for one in shape.sequences() if tokens is None else [tokens]:
-        if is_broken(one):
+        sides = sides_of(one)
+        errors.append((one, [emulator_error(*pair) for pair in sides]))
+        if is_broken(one, sides, [()] * len(TENSORS)):
             doubtful.append(one)
-    found = list(errors)
     for one in doubtful:
-        others = [error for other, error in found if _are_about_as_long(one, other)]
-        if is_broken(one, others):
+        others = [error for other, error in errors if _are_about_as_long(one, other)]
+        if is_broken(one, sides_of(one), zip(*others)):
             return "FAILED"
     return "ok"
 

@@ -137,14 +137,12 @@ def forms() -> dict[str, dict[str, str]]:
 
 def matrix() -> dict[str, object]:
     """The content of the file."""
-    return {"cards": CARDS, "validated": list(VALIDATED), "recipes": widths_and_recipes(), "forms": forms()}
+    return {"cards": CARDS, "recipes": widths_and_recipes(), "forms": forms()}
 
 
 def text(content: dict[str, object]) -> str:
     """JSON, a line a form and card."""
-    lines = ["{"]
-    lines += [f' "{name}": {json.dumps(content[name])},' for name in ("cards", "validated")]
-    lines.append(' "recipes": {')
+    lines = ["{", f' "cards": {json.dumps(content["cards"])},', ' "recipes": {']
     for form, by_card in content["recipes"].items():
         lines.append(f"  {json.dumps(form)}: {{")
         lines += [f"   {json.dumps(card)}: {json.dumps(cells)}," for card, cells in by_card.items()]

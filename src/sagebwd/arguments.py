@@ -106,8 +106,7 @@ def arguments_of(
     elements = mask_argument.elements_of(attn_mask, query, key)
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
-    automatic = ask.recipe == AUTO and impl is None
-    most = WIDE if automatic else MAX_HEAD_DIM  # wider kernels run where a recipe is named alone
+    most = _most_channels(ask)
     only_torch = checks.only_torch(query, value, elements, dropout_p, most)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None
@@ -120,7 +119,7 @@ def arguments_of(
         ask = ask._replace(kind=way.kind)
         size = Size(tokens, kv_tokens, batch * heads, batch * kv_heads, _width(way, kv_tokens), by_torch)
     elif only_torch is not None:
-        if automatic:
+        if _is_automatic(ask):
             of_ours = {"sinks": sinks, "return_lse": return_lse, "return_max_logits": return_max_logits}
             checks.refuse_beside(only_torch, block_mask=block_mask, **of_ours)
         checks.refuse_only_torch(query, value, elements, dropout_p, most=most)
@@ -145,8 +144,7 @@ def packed_arguments_of(
     lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
-    most = WIDE if ask.recipe == AUTO and impl is None else MAX_HEAD_DIM
-    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE, most)
+    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE, _most_channels(ask))
     size, count = None, offsets[0].shape[0] - 1
     way = Way(PACKED, is_causal=is_causal, longest=lengths, window=window)
     more = return_lse or return_max_logits or sinks is not None
@@ -170,12 +168,22 @@ def _width(way: Way, kv_tokens: int) -> int:
     return way.band.upper - way.band.lower + 1
 
 
+def _is_automatic(ask: Ask) -> bool:
+    """Whether neither a recipe nor an implementation is named."""
+    return ask.recipe == AUTO and ask.impl is None
+
+
+def _most_channels(ask: Ask) -> int:
+    """Those of a head that kernels run: wider ones where they are named alone."""
+    return WIDE if _is_automatic(ask) else MAX_HEAD_DIM
+
+
 def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
     """Whether a call is one of "auto" of tokens that there are, and not of ``more`` than an output without sinks.
 
     The switch ``deterministic`` is a promise that torch's kernels do not give.
     """
-    if ask.recipe != AUTO or ask.impl is not None or more:
+    if more or not _is_automatic(ask):
         return False
     return not switches.current.deterministic and query.numel() > 0 and key.numel() > 0
 

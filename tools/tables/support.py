@@ -27,7 +27,7 @@ def recipes() -> str:
     content = load(FILE)
     cards: dict[str, list[str]] = {}
     for card, examples in content["cards"].items():
-        column = str([by_card[card] for by_card in content["recipes"].values()]) + str(card in content["validated"])
+        column = str([by_card[card] for by_card in content["recipes"].values()])
         cards.setdefault(column, []).append(f"{card} ({examples})" if examples != "CPU" else "a CPU")
     first = [names[0].partition(" (")[0] for names in cards.values()]
     first = ["no GPU" if name == "a CPU" else name for name in first]
