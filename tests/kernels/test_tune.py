@@ -11,7 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from sagebwd.kernels.portable import tune
-from sagebwd.kernels.portable.config import Config, choose, smaller
+from sagebwd.kernels.portable.config import Config, candidates, choose, most_warps, smaller
 from sagebwd.kernels.runtime import device
 from sagebwd.recipe import Recipe
 from tests.threads import at_once
@@ -38,6 +38,16 @@ def test_one_stage_on_hopper_has_a_warp_for_8_rows():
     found = smaller(Config(128, 8, 2), "dq", PAPER, 90)
     assert [(x.rows, x.stages, x.warps) for x in found] == [(128, 1, 16)]
     assert {x.warps for x in smaller(Config(128, 8, 2), "dq", PAPER, 80)} == {8}
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256, 288, 512])
+def test_no_warps_divide_the_first_keys_on_hopper(head_dim):
+    """Regression: 64 rows by 8 warps were wrong at head_dim 300 on an H200, and read beyond shared memory at 512."""
+    config = choose("forward", head_dim, TOKEN, 90)
+    most = most_warps("forward", TOKEN, config.rows, 90)
+    for found in (config, *smaller(config, "forward", TOKEN, 90), *candidates(config, most)):
+        assert found.warps <= max(4, found.rows // 16)
+    assert most_warps("forward", FULL, 64, 90) == most_warps("dq", TOKEN, 64, 90) == 16
 
 
 def test_a_launch_that_does_not_fit_is_shrunk_once(call):

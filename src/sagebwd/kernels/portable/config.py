@@ -81,8 +81,8 @@ _HOPPER: dict[tuple[str, int, int], Config] = {
     ("forward", 64, 32): Config(64, 4, 3, tma=True, registers=168),
     ("forward", 128, 32): Config(64, 4, 2, tma=True, registers=168),
     ("forward", 256, 32): Config(64, 4, 2, tma=True),
-    # two slices of 256 channels; chosen from SASS, never timed
-    ("forward", 512, 32): Config(64, 8, 3),
+    # two slices of 256 channels
+    ("forward", 512, 32): Config(64, 4, 2),
     # dK and dV in FP32 fill the registers: 4 warps, and at head_dim 64 a cap that lets three programs share an SM
     ("dkdv", 64, 32): Config(64, 4, 2, tma=True, registers=168),
     ("dkdv", 64, 128): Config(64, 4, 2, tma=True),
@@ -237,24 +237,35 @@ def smaller(config: Config, kernel: str, recipe: Recipe, arch: int) -> list[Conf
     """Launches that need less and less shared memory, for recipes and head_dims the table's does not fit.
 
     Fewer stages; one stage without TMA, which is wrong with a single one; then fewer rows, where groups allow. On
-    Hopper one stage takes a warp for each 8 rows: with fewer, triton 3.6 spills what names the operands of a product,
-    and dQ of 128 rows at head_dim 256 was wrong or read beyond shared memory.
+    Hopper one stage takes a warp for each 8 rows, where `most_warps` allows: with fewer, triton 3.6 spills what names
+    the operands of a product, and dQ of 128 rows at head_dim 256 was wrong or read beyond shared memory.
     """
     fewer = [dataclasses.replace(config, stages=stages) for stages in range(config.stages - 1, 1, -1)]
     one = dataclasses.replace(config, stages=1, tma=False)
     if arch == 90:
-        one = dataclasses.replace(one, warps=max(one.warps, one.rows // 8))
+        warps = min(one.rows // 8, most_warps(kernel, recipe, one.rows, arch))
+        one = dataclasses.replace(one, warps=max(one.warps, warps))
     fewer.append(one)
     if config.rows > 32 and _whole_groups(kernel, recipe) is None:
         fewer.append(dataclasses.replace(one, rows=one.rows // 2))
     return fewer
 
 
-def candidates(config: Config) -> list[Config]:
-    """What autotune tries: the table's launch and its neighbours, rows untouched."""
+def most_warps(kernel: str, recipe: Recipe, rows: int, arch: int) -> int:
+    """Warps that a program of so many rows may have.
+
+    On Hopper more than one for each 16 rows divide the columns of S. Of the 16 first keys a warpgroup then has 8, and
+    triton 3.6 was wrong (64 rows by 8 warps at head_dim 300) or read beyond shared memory (one stage at 512).
+    """
+    keeps_first_keys = kernel == "forward" and recipe.o == INT8 and recipe.first_keys > 0
+    return max(4, rows // 16) if arch == 90 and keeps_first_keys else 16
+
+
+def candidates(config: Config, most: int) -> list[Config]:
+    """What autotune tries: the table's launch and its neighbours of at most so many warps, rows untouched."""
     registers = {config.registers, None, 168}
     stages = {max(2 if config.tma else 1, config.stages + step) for step in (-1, 0, 1)}
-    warps = {4, 8}
+    warps = {4, min(8, most)}
     return [
         dataclasses.replace(config, warps=w, stages=s, registers=r) for w in warps for s in stages for r in registers
     ]

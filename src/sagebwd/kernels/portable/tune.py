@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from sagebwd.call import Call
 from sagebwd.environment import cache_folder, is_on, warn_of_unwritable, write_whole
-from sagebwd.kernels.portable.config import Config, candidates, choose, smaller
+from sagebwd.kernels.portable.config import Config, candidates, choose, most_warps, smaller
 from sagebwd.kernels.runtime import device
 from sagebwd.kernels.runtime.program import Program
 from sagebwd.recipe import Recipe
@@ -63,7 +63,8 @@ def _tuned(kernel: str, call: Call, run: Callable[[Config], None], default: Conf
     if key not in known and call.packed:  # a trial's bytes are no offsets
         return default
     if key not in known:
-        times = {config: _time(call, run, config) for config in candidates(default)}
+        most = most_warps(kernel, call.recipe, default.rows, device.capability(call.device))
+        times = {config: _time(call, run, config) for config in candidates(default, most)}
         known[key] = dataclasses.asdict(min(times, key=times.get))
         _write(known)
     return Config(**known[key])
