@@ -26,8 +26,6 @@ NATIVE, SERVED, NOT_VALIDATED, DECLINED = "native", "served by {}", "not validat
 DEFAULT = "default"
 VALIDATED = {"9.0": "H100, H200", "no GPU": "CPU"}
 """Cards on which kernels, or the reference, have been run."""
-RUN_TO = 256
-"""The largest head_dim of which kernels have been run."""
 CARDS = {
     "9.0": "H100, H200", "8.0": "A100", "8.6": "RTX 3090, A40", "8.9": "RTX 4090, L40S", "10.0": "B200",
     "12.0": "RTX 5090", "7.5": "T4, RTX 20", "no GPU": "CPU",
@@ -51,12 +49,12 @@ def runs(recipe: str, widths: tuple[int, int], capability: str, impl: str | None
     return choice.forward.impl, choice.backward.impl
 
 
-def status(found: tuple[str, str] | None, impl: str, capability: str, head_dim: int = 64) -> str:
+def status(found: tuple[str, str] | None, impl: str, capability: str) -> str:
     """What an implementation that is named does."""
     if found is None:
         return DECLINED
     others = [f"{other}, {way}" for way, other in zip(("forward", "backward"), found) if other != impl]
-    if impl != "reference" and (capability not in VALIDATED or head_dim > RUN_TO):
+    if impl != "reference" and capability not in VALIDATED:
         return NOT_VALIDATED + (f", {SERVED.format(others[0])}" if others else "")
     return SERVED.format(others[0]) if others else NATIVE
 
@@ -71,7 +69,7 @@ def widths_and_recipes() -> dict[str, dict[str, dict[str, str]]]:
                 default = runs(recipe, widths, capability, None)
                 cells = {DEFAULT: DECLINED if default is None else " / ".join(dict.fromkeys(default))}
                 for impl in FAMILIES:
-                    cells[impl] = status(runs(recipe, widths, capability, impl), impl, capability, widths[0])
+                    cells[impl] = status(runs(recipe, widths, capability, impl), impl, capability)
                 by_card[capability] = cells
     return found
 

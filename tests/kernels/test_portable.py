@@ -212,8 +212,9 @@ def test_calls_made_again(name):
     call = dataclasses.replace(CALLS[name], device=DEVICE)
     changed = dataclasses.replace(call, seed=2)
     changed.run("triton", changed.inputs())
-    assert len(PLANS) == 2
+    made = len(PLANS)
     dataclasses.replace(call, seed=4).check("triton")
+    assert len(PLANS) == made >= 2
 
 
 @pytest.mark.parametrize(("recipe", "head_dim", "dtype"), [
