@@ -129,7 +129,7 @@ def gpu_tests() -> str:
     outcomes = "passed", "failed", "skipped"
     rows = []
     for what, name in (
-        ("H200, 2026-11-29, every test; 11 that failed asked heads of over 256 channels for an INT8 dP, which these do "
+        ("H200, 2026-11-29, every test; 11 that failed asked heads over 256 channels for an INT8 dP, which they do "
          "not have, and one counted plans of a call with a mask: these tests are mended", H200_SUITE),
         ("H100, 2026-11-24, an older commit; the one that failed times steps of different lengths", H100_SUITE),
     ):  # fmt: skip
