@@ -48,8 +48,8 @@ def gains() -> str:
         "embedding then runs [in the call](docs/qk-norm-rope.md#in-transformers) too, without which it is "
         f"{over['sagebwd', False]} times as fast. FlashAttention-3 was not timed in a step.",
         f"- **An 8B** at {length(at)} tokens, by {large['layers']} of Llama 3 8B's {large['whole_layers']} layers on "
-        f"an H200: {large_over[True]} times as fast as with FlashAttention-4 compiled, {large_over[False]} uncompiled, "
-        "without gradient checkpointing, communication and FP8 linears "
+        f"an H200: {large_over[True]} times as fast as with FlashAttention-4 compiled, {large_over[False]} "
+        "uncompiled, without gradient checkpointing, communication and FP8 linears "
         "([other sizes](docs/questions.md#what-do-i-gain-on-a-7b)).",
         f"- **A call** with {call['heads']} heads of {call['head_dim']}, {length(at)} tokens and a batch of "
         f"{call['batch']}, causal, forward and backward, takes {call['ms']:.2f} ms on an H200, where "
