@@ -16,7 +16,7 @@ from sagebwd.auto.choice import known_of
 from sagebwd.auto.contenders import NAMES
 from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
-from sagebwd.auto.timings import kept_at, rows_kept
+from sagebwd.auto.timings import kept_at, read
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli import report as reports
 from sagebwd.cli.outputs import check_files, check_folder
@@ -53,7 +53,8 @@ def measure(
             "can be"
         ) from None
     anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
-    before = [row for row in rows_kept(kept) or () if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
+    rows_before, _ = read(kept, torch.__version__)
+    before = [row for row in rows_before if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
     with progress(lambda: f"what was measured is kept in {kept}" if rows else "nothing was measured yet") as tell:
         tests = reports.self_tests(device, tell) if report else []
         for timed in benchmark.measure(device, cases, tell=tell):
