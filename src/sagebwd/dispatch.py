@@ -13,9 +13,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from sagebwd.call import Ask, Call, Saved
+from sagebwd.call import Ask, Call
 from sagebwd.kernels import families
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD, Family, Row
 from sagebwd.kernels.families import FAMILIES
@@ -185,30 +184,16 @@ def named(recipe: Recipe, name: str) -> Choice:
     return Choice(recipe, families.row(FORWARD, forward), families.row(BACKWARD, backward))
 
 
-def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """The output, and what `backward` reads of it, each in memory of its own."""
-    if choice.forward.in_torch:
-        return _module(choice.forward.module).forward(call, q, k, v)
-    given = *family(FORWARD, choice, call), prepared(FORWARD, choice, call), q, k, v
-    return Saved(*runtime().program.run(runtime().driver.forward, *given))
-
-
-def backward(
-    choice: Choice, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
-    v: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv; q and k are given where `sagebwd.call.keeps_inputs` says so."""
-    if choice.backward.in_torch:
-        return _module(choice.backward.module).backward(call, saved, do, dlse, q, k, v)
-    given = *family(BACKWARD, choice, call), prepared(BACKWARD, choice, call), saved, do, dlse, q, k, v
-    return runtime().program.run(runtime().driver.backward, *given)[:-1]
+def module_of(row: Row) -> ModuleType:
+    """The module of a row's functions."""
+    return _module(row.module)
 
 
 def family(direction: str, choice: Choice, call: Call) -> tuple[ModuleType, tuple[int, int]]:
     """The module of a direction's kernels, and the widths that they run at."""
     forms = choice.forms(call.head_dim, call.value_dim)
     row = choice.forward if direction == FORWARD else choice.backward
-    return _module(row.module), forms[direction == BACKWARD]
+    return module_of(row), forms[direction == BACKWARD]
 
 
 def prepared(direction: str, choice: Choice, call: Call) -> Call:
