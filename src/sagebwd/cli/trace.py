@@ -68,7 +68,7 @@ def trace(
     with progress(lambda: f"{save} is whole" if save and save.exists() else "nothing was written") as tell:
         tell("loading transformers")
         try:
-            from sagebwd.diagnostics import capture, models, summary, tables
+            from sagebwd.diagnostics import capture, models, tables
             from sagebwd.diagnostics import layers as together
             from sagebwd.diagnostics import trace as study
             from sagebwd.diagnostics.plots import plot_trace
@@ -108,7 +108,7 @@ def trace(
     subject = f"{load or model}, {windows if windows > 1 else 'one'} window{'s' * (windows > 1)} of {count} tokens"
     # heads of a layer in order, their mean last
     by_place = sorted(one_by_one + shown, key=lambda row: (row.layer, math.inf if row.head is None else row.head))
-    for table in (*tables.trace(by_place, subject), *summary.tables(rows)):
+    for table in (*tables.trace(by_place, subject), tables.overall(rows)):
         console.print(table)
     for written in (save, output, plot):
         if written is not None:

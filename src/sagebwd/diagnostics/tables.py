@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sagebwd.diagnostics import layers
 from sagebwd.diagnostics.trace import OUTPUTS, PAPER_TABLE_2, TENSORS, Row
 from sagebwd.extras import extra
 
@@ -22,6 +23,19 @@ def trace(rows: Sequence[Row], subject: str) -> list[Table]:
     if any(row.attribution for row in rows):
         tables.append(_attribution(rows))
     return tables
+
+
+def overall(rows: Sequence[Row]) -> Table:
+    """Errors over all layers, of rows of `sagebwd.diagnostics.trace.measure`, of any number of windows."""
+    names = [LABELS[name] for name in OUTPUTS]
+    table = headed(
+        "relative L2 over a layer's norm: root mean square over layers and windows, and the worst of them",
+        "recipe", *names, *(f"worst {name}" for name in names),
+    )  # fmt: skip
+    for recipe, errors in layers.overall(rows).items():
+        columns = [[error[index] for error in errors.values()] for index in (0, 1)]
+        table.add_row(recipe, *(f"{error:.4f}" for column in columns for error in column))
+    return table
 
 
 def _errors(rows: Sequence[Row], subject: str) -> Table:

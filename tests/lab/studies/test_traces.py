@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from lab.studies import traces
-from sagebwd.diagnostics import summary
+from sagebwd.diagnostics import layers
 from sagebwd.diagnostics import trace as study
 from tests.diagnostics.test_trace import random_call
 
@@ -22,7 +22,7 @@ def test_a_file_is_read_again_and_printed(tmp_path, capsys, name):
     assert traces.read(tmp_path / name) == rows
     traces.main([str(tmp_path / name)])
     out = capsys.readouterr().out
-    assert f"{summary.overall(rows)['paper']['dq'][0]:.4f}" in out
+    assert f"{layers.overall(rows)['paper']['dq'][0]:.4f}" in out
     assert "idle heads" in out
     assert "1 head 1" in out
     with pytest.raises(SystemExit, match=r"python -m lab\.studies"):
