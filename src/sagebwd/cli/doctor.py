@@ -11,7 +11,6 @@ import torch
 from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
-from sagebwd.cli.hardware import peak_rates
 from sagebwd.kernels.families import FAMILIES, REFERENCE
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
@@ -49,12 +48,6 @@ def facts() -> dict[str, str]:
             f"{card.name}, sm_{card.major}{card.minor}, {card.multi_processor_count} multiprocessors, "
             f"{card.total_memory >> 30} GiB, {shared} KiB shared memory a block"
         )
-        rates = peak_rates(card.name)
-        if rates is not None:
-            found[f"GPU {index} peaks"] = (
-                f"BF16 {rates.bf16_tflops:g} TFLOPS, INT8 {rates.int8_tops:g} TOPS, "
-                f"{rates.memory_tb_per_s:g} TB/s ({rates.source})"
-            )
         if (card.major, card.minor) == (9, 0):
             found["mixed on Hopper"] = _forward_of_mixed()
     return found
