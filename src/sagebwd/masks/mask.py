@@ -11,7 +11,6 @@ bias of zeros) needs no elements.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -143,10 +142,6 @@ class Mask:
         """Order the current stream behind the making of a mask that was `kept`."""
         if self.parts is not None:
             self.parts.arrive()
-
-    def __deepcopy__(self, memo: dict) -> Mask:
-        self.arrive()
-        return self.with_tensors(*copy.deepcopy(self.tensors, memo)).kept()
 
     def __reduce__(self) -> tuple:
         self.arrive()
