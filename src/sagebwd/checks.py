@@ -73,6 +73,14 @@ def tensor(name: str, x: object) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
 
 
+def dimensions(count: int, what: str = "", **tensors: Tensor) -> None:
+    """Raises TypeError for what is no tensor, and ValueError for one of another number of dimensions."""
+    for name, x in tensors.items():
+        tensor(name, x)
+        if x.dim() != count:
+            raise ValueError(f"{name}: expected {count} dimensions{what}, got shape {tuple(x.shape)}")
+
+
 def same_device(name: str, x: Tensor, device: torch.device, whose: str = "query's", instead: str = "") -> None:
     """Raises ValueError for a tensor on another device than ``whose``; instead: the way out."""
     if x.device != device:

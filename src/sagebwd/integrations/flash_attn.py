@@ -32,6 +32,7 @@ _WORDS = {
     "query:": "q:", "key:": "k:", "value:": "v:", "query's": "q's", "key's": "k's", "scale=": "softmax_scale=",
     "is_causal=": "causal=", "window=": "window_size=",
 }  # fmt: skip
+_HEADS = ", heads the last but one"
 _USE_INSTEAD = "keep the package flash-attn for this layer"
 
 
@@ -73,7 +74,7 @@ def flash_attn_func(
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs, recipe, impl
     )
-    _check(4, q=q, k=k, v=v)
+    checks.dimensions(4, _HEADS, q=q, k=k, v=v)
     batch, tokens, kv_tokens = q.shape[0], q.shape[1], k.shape[1]
     if not batch == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k, v: batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
@@ -157,7 +158,7 @@ def flash_attn_varlen_func(
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs, recipe, impl
     )
-    _check(3, q=q, k=k, v=v)
+    checks.dimensions(3, _HEADS, q=q, k=k, v=v)
     # Transformers hands over tensors
     longest = (int(x) if isinstance(x, Tensor) else x for x in (max_seqlen_q, max_seqlen_k))
     packed = q, k, v, cu_seqlens_q, cu_seqlens_k, *longest
@@ -266,16 +267,9 @@ def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
     return None if left == right == -1 else (left, right)
 
 
-def _check(dims: int, **tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        checks.tensor(name, x)
-        if x.dim() != dims:
-            raise ValueError(f"{name}: expected {dims} dimensions, heads the last but one, got shape {tuple(x.shape)}")
-
-
 def _unpacked(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
     """Views of the tensors that lie side by side before heads."""
-    _check(dims, **{name: packed})
+    checks.dimensions(dims, _HEADS, **{name: packed})
     if packed.shape[-3] != parts:
         raise ValueError(f"{name}: expected {parts} tensors before heads, got shape {tuple(packed.shape)}")
     return packed.unbind(-3)
