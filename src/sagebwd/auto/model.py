@@ -27,7 +27,7 @@ _PARTS = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
-_UNITS = 10**9, 10**9, 10**6, 10**3
+UNITS = 10**9, 10**9, 10**6, 10**3
 _MILLI = 10**12
 
 
@@ -117,11 +117,7 @@ class Cost(NamedTuple):
     @classmethod
     def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float) -> Cost:
         """Of the units that ``model.json`` has."""
-        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps), _UNITS)))
-
-    def written(self) -> list[float]:
-        """What `of` takes, with three digits."""
-        return [float(f"{value / unit:.3g}") for value, unit in zip(self, _UNITS)]
+        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps), UNITS)))
 
     def with_margin(self) -> Cost:
         """What low precision counts as: `MARGIN` percent more."""

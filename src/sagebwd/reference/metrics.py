@@ -18,11 +18,6 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
     return Comparison.of(actual, expected).relative_l2()
 
 
-def rms(x: Tensor) -> float:
-    """Root of the mean square."""
-    return math.sqrt(_flat(x).square().mean().item()) if x.numel() else 0.0
-
-
 class Comparison:
     """Two tensors that come in pieces: nothing is kept but sums."""
 
