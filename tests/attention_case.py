@@ -221,7 +221,7 @@ class AttentionCase:
         """What backward gets of forward."""
         choice = self.choice(impl)
         if choice.forward.in_torch:
-            outputs = dispatch.module_of(choice.forward).forward(call, *inputs[:3])
+            outputs = dispatch.module_of(choice.forward.module).forward(call, *inputs[:3])
         else:
             outputs = self._by_kernels(FORWARD, choice, call, *inputs[:3])
         return Saved(*self._placed(("saved",) * len(outputs), outputs))
@@ -233,7 +233,7 @@ class AttentionCase:
         keep_q, keep_k = keeps_inputs(call.recipe, choice.backward)
         given = saved, do, dlse, q if keep_q else None, k if keep_k else None, v
         if choice.backward.in_torch:
-            return dispatch.module_of(choice.backward).backward(call, *given)
+            return dispatch.module_of(choice.backward.module).backward(call, *given)
         return self._by_kernels(BACKWARD, choice, call, *given)[:-1]
 
     def _by_kernels(self, direction: str, choice: Choice, call: Call, *given: object) -> tuple[Tensor, ...]:

@@ -138,7 +138,7 @@ def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -
 
 def missing(row: Row) -> str | None:
     """What is missing or broken here of what a row needs, or None."""
-    return _module(row.needs).unavailable()
+    return module_of(row.needs).unavailable()
 
 
 def check_known(impl: str | None) -> None:
@@ -184,16 +184,11 @@ def named(recipe: Recipe, name: str) -> Choice:
     return Choice(recipe, families.row(FORWARD, forward), families.row(BACKWARD, backward))
 
 
-def module_of(row: Row) -> ModuleType:
-    """The module of a row's functions."""
-    return _module(row.module)
-
-
 def family(direction: str, choice: Choice, call: Call) -> tuple[ModuleType, tuple[int, int]]:
     """The module of a direction's kernels, and the widths that they run at."""
     forms = choice.forms(call.head_dim, call.value_dim)
     row = choice.forward if direction == FORWARD else choice.backward
-    return module_of(row), forms[direction == BACKWARD]
+    return module_of(row.module), forms[direction == BACKWARD]
 
 
 def prepared(direction: str, choice: Choice, call: Call) -> Call:
@@ -221,7 +216,8 @@ def runtime() -> Runtime:
 
 
 @cache
-def _module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
+    """The module of a row's functions, or of what it needs, by its name."""
     return importlib.import_module(name)
 
 

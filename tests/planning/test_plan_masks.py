@@ -295,7 +295,7 @@ class Family:
 def stand_ins(monkeypatch):
     """The kernels of all calls."""
     family = Family()
-    monkeypatch.setattr(dispatch, "_module", lambda name: family)
+    monkeypatch.setattr(dispatch, "module_of", lambda name: family)
     monkeypatch.setattr(auto_choice, "choose", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
     return family
 
