@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,7 +101,7 @@ def trace(
     if output is not None:
         content = {"source": (load or model).name, "text": text and text.name, "tokens": count, "windows": windows}
         content |= {"dtype": dtype, "torch": torch.__version__, "commit": commit()}
-        content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
+        content |= {"layers": list(map(asdict, shown)), "rows": list(map(asdict, rows))}
         write_whole(output, _packed(_rounded(content), output.suffix))
     if plot is not None:
         plot_trace(shown, plot)

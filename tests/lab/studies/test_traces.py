@@ -17,7 +17,7 @@ def test_a_file_is_read_again_and_printed(tmp_path, capsys, name):
     call = random_call(tokens=64)
     call.do[:, 1] *= 1e-4
     rows = study.measure([dataclasses.replace(call, layer=1)], ["paper", "token"], attribute=True)
-    text = json.dumps({"rows": [row.as_dict() for row in rows]}).encode()
+    text = json.dumps({"rows": list(map(dataclasses.asdict, rows))}).encode()
     (tmp_path / name).write_bytes(lzma.compress(text) if name.endswith("xz") else text)
     assert traces.read(tmp_path / name) == rows
     traces.main([str(tmp_path / name)])
