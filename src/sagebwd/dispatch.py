@@ -43,12 +43,6 @@ class Choice(NamedTuple):
         """By which `named` finds the rows again."""
         return f"{self.forward.impl}{SEPARATOR}{self.backward.impl}"
 
-    @property
-    def impl(self) -> str:
-        """What ``impl`` would name: of two families the later, whose direction the other's completes."""
-        named = [name for name in FAMILIES if name in (self.forward.impl, self.backward.impl)]
-        return named[-1] if named else self.forward.impl  # "torch", which is nothing to name
-
     def forms(self, head_dim: int, value_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The widths that its kernels run at, forward and backward, which a call's are filled up to with zeros.
 

@@ -50,7 +50,7 @@ def test_what_takes_less_by_the_margin_runs(measured):
     assert runs(ASK._replace(training=True), size(16)) == "hopper/hopper"
     assert auto_choice.choose(ASK, size(3072)) is auto_choice.handed_to("torch")
     assert str(auto_choice.handed_to("torch").recipe) == "full"
-    assert auto_choice.handed_to("torch").impl == "torch"
+    assert auto_choice.handed_to("torch").forward.impl == "torch"
 
 
 def test_small_calls_wait_for_the_host_and_the_launches(measured):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from sagebwd.auto.contenders import LOW, PEERS
 from sagebwd.masks.kinds import CAUSAL, PACKED, WINDOW
+from sagebwd.numerics import rounded_up
 
 # Of a call whose inputs need no gradient, and of forward and backward together.
 FORWARD, TRAINING = "forward", "training"
@@ -67,9 +68,9 @@ class Size(NamedTuple):
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         is_low, is_peer = contender == LOW, contender in PEERS
         longest = max(keys, self.longest)
-        n, m = _rounded_up(queries, TILE), _rounded_up(keys, TILE)
+        n, m = rounded_up(queries, TILE), rounded_up(keys, TILE)
         if kind == WINDOW and self.width < keys and (is_low or is_peer):
-            pairs = 2 * n * min(m, _rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
+            pairs = 2 * n * min(m, rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
         elif kind not in (CAUSAL, PACKED):
             pairs = 2 * n * m
         elif n <= m:
@@ -90,11 +91,6 @@ class Size(NamedTuple):
         return Work(rows, pairs * heads * longer // _PARTS)
 
 
-def _rounded_up(count: int, unit: int) -> int:
-    """The least multiple of a unit that is no less than a count."""
-    return (count + unit - 1) // unit * unit
-
-
 def _in_waves(tiles: int, is_peer: bool) -> int:
     """How much longer tiles take than on multiprocessors that are all busy, in `_PARTS`.
 
@@ -102,7 +98,7 @@ def _in_waves(tiles: int, is_peer: bool) -> int:
     schedulers even waves out. By minima and maxima: a trace compiles anew for each branch that a length takes.
     """
     busy = max(tiles, MULTIPROCESSORS)
-    waves = busy if is_peer else _rounded_up(tiles, MULTIPROCESSORS)
+    waves = busy if is_peer else rounded_up(tiles, MULTIPROCESSORS)
     return _PARTS * (busy + waves) // (2 * tiles)
 
 
