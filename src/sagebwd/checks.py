@@ -225,9 +225,8 @@ def strided(name: str, tensor: Tensor) -> None:
 
 def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) -> None:
     """Raises unless dimensions, dtypes, devices and sizes go together; layout: what the dimensions are."""
+    dimensions(dims, f" {layout}", query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != dims:
-            raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in REFERENCE_DTYPES:
             raise TypeError(
                 f"{name}: dtype {tensor.dtype} is not supported; accepted: {', '.join(capabilities.REFERENCE_DTYPES)}"

@@ -82,13 +82,10 @@ def _attribution(rows: Sequence[Row]) -> Table:
     table = headed(title, "layer", "recipe", "product", *(LABELS[name] for name in OUTPUTS))
     for row in rows:
         for source, parts in row.attribution.items():
-            cells = [_share(parts[name].alone, parts[name].without, parts[name].share) for name in OUTPUTS]
+            own = [parts[name] for name in OUTPUTS]
+            cells = [f"{x.share:.0%} ({x.alone:.4f} > {x.without:.4f})" if x.share >= 0.0005 else "0" for x in own]
             table.add_row(where(row), row.recipe, LABELS.get(source, source.upper()), *cells)
     return table
-
-
-def _share(alone: float, without: float, share: float) -> str:
-    return f"{share:.0%} ({alone:.4f} > {without:.4f})" if share >= 0.0005 else "0"
 
 
 def where(row: Row) -> str:
