@@ -83,7 +83,7 @@ def attention(
     from benchmarks.plot import plot_attention
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, path_of, rows_of_others, save
+    from sagebwd.cli.results import environment, path_of, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
     from sagebwd.recipe import AUTO, Recipe
@@ -116,7 +116,9 @@ def attention(
         grid += shapes.special_shapes() if (device != "cpu" if special is None else special) else []
     kind += "-bursts" * bursts
     facts = environment(device, commit) | low_bit.facts(peer or ())
-    kept = rows_of_others(path_of(facts, output, kind), facts, benchmark.CALL, [benchmark.call_of(x) for x in grid])
+    kept = commands.rows_of_others(
+        path_of(facts, output, kind), facts, benchmark.CALL, [benchmark.call_of(x) for x in grid]
+    )
     rows: list[benchmark.Measurement] = []
     path, began, longest = None, time.perf_counter(), 0.0
     work = [0.0, *itertools.accumulate(shape.flops("fwd+bwd") for shape in grid)]
@@ -207,7 +209,7 @@ def packed_skew(
     from benchmarks import packed_skew as benchmark
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, path_of, rows_of_others, save
+    from sagebwd.cli.results import environment, path_of, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
     from sagebwd.recipe import Recipe
@@ -222,7 +224,7 @@ def packed_skew(
     names = case or list(benchmark.CASES)
     facts = environment(device, commit)
     of, measured = ("case", "recipe", "impl"), [(name, str(asked), impl) for name in names]
-    kept = rows_of_others(path_of(facts, output, "packed-skew"), facts, of, measured)
+    kept = commands.rows_of_others(path_of(facts, output, "packed-skew"), facts, of, measured)
     rows: list[benchmark.Measurement] = []
     path = None
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
@@ -288,7 +290,7 @@ def masks(
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.measure import MOST_PROCESSES
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, path_of, rows_of_others, save
+    from sagebwd.cli.results import environment, path_of, save
     from sagebwd.dispatch import check_known
 
     commands.check_at_least(1, tokens=1 if tokens is None else tokens, rounds=rounds, head_dim=min(head_dim or [1]))
@@ -306,7 +308,7 @@ def masks(
     if processes is None:
         processes = min(MOST_PROCESSES, (os.cpu_count() or 1) - 1) if device.startswith("cuda") else 0
     facts = environment(device, commit) | commands.kernels(kernels_hash)
-    kept = rows_of_others(
+    kept = commands.rows_of_others(
         path_of(facts, output, "masks"), facts, ("mask", "head_dim", "tokens"),
         [(case.kind, case.shape.head_dim, case.shape.tokens) for case in cases],
     )  # fmt: skip

@@ -37,6 +37,7 @@ from sagebwd.call import Ask
 from sagebwd.cli.timer import ROUNDS, time_interleaved
 from sagebwd.environment import write_whole
 from sagebwd.explain import explain, explain_varlen
+from sagebwd.kernels.families import FAMILIES
 from sagebwd.masks import kinds
 from sagebwd.masks.band import UNLIMITED
 from sagebwd.recipe import AUTO, FP8, Recipe
@@ -286,9 +287,15 @@ def _ours(
         if not choices:
             raise refused
         for choice in choices:
-            attention = attention_of(shape, recipe, choice.impl, device)
-            found.append(Ours(choice.impl, str(recipe), choice.recipe, attention))
+            attention = attention_of(shape, recipe, impl_of(choice), device)
+            found.append(Ours(impl_of(choice), str(recipe), choice.recipe, attention))
     return found
+
+
+def impl_of(choice: dispatch.Choice) -> str:
+    """What ``impl`` would name: of two families the later, whose direction the other's completes."""
+    named = [name for name in FAMILIES if name in (choice.forward.impl, choice.backward.impl)]
+    return named[-1] if named else choice.forward.impl  # "torch", which is nothing to name
 
 
 def _our_gate(shape: Shape, ours: Ours, inputs: tuple[Tensor, ...], exact: Outcome) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -44,3 +46,28 @@ def tokens_of(text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
         raise ValueError(f"tokens={text!r} is no number of tokens; accepted: as 8192 or 8K")
     return int(number) * unit
+
+
+def rows_of_others(
+    path: Path, facts: dict[str, object], fields: tuple[str, ...], measured: Collection[tuple]
+) -> list[dict]:  # fmt: skip
+    """Rows of a file whose fields are none of ``measured``, so that a run that is split over calls writes one file.
+
+    None of a file that was written on another machine, with other versions or of another commit.
+    """
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if any(content.get(name) != value for name, value in facts.items()):
+        return []
+    return [row for row in content["rows"] if tuple(row[name] for name in fields) not in measured]
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Says that libraries are imported, which takes seconds."""
+    from sagebwd.cli.terminal import progress
+
+    with progress() as tell:
+        tell(f"loading {what}")
+        yield

@@ -7,12 +7,16 @@ value is finite. The budget follows from the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from sagebwd.reference.metrics import rms
+
+def rms(x: Tensor) -> float:
+    """Root of the mean square."""
+    return math.sqrt(x.detach().double().square().mean().item()) if x.numel() else 0.0
 
 
 def emulator_error(low: Tensor, high: Tensor) -> tuple[float, float]:

@@ -44,7 +44,7 @@ def energy(
     from benchmarks.baselines import may_claim_best
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import environment, path_of, rows_of_others, save
+    from sagebwd.cli.results import environment, path_of, save
     from sagebwd.cli.terminal import console, progress
     from sagebwd.dispatch import check_known
     from sagebwd.recipe import Recipe
@@ -88,7 +88,7 @@ def energy(
     )
     grid = [shape for shape in grid if causal in (None, shape.is_causal)]
     kind = "energy-passes" if passes else "energy"
-    kept = rows_of_others(path_of(facts, output, kind), facts, CALL, [call_of(shape) for shape in grid])
+    kept = commands.rows_of_others(path_of(facts, output, kind), facts, CALL, [call_of(shape) for shape in grid])
     rows, path = [], None
     with progress(lambda: f"what was measured is in {path}" if path else "nothing was measured yet") as tell:
         for index, shape in enumerate(grid):

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pictures import save
 from benchmarks.shapes import on_grid, value_dim_of
 from sagebwd.auto.model import widths_text
-from sagebwd.diagnostics.plots import save
 
 STEP_PARTS = {
     "attention": ("attention", "C0"),

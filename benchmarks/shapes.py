@@ -53,8 +53,18 @@ def flops(
     widths["fwd+bwd"] = widths["fwd"] + widths["bwd"]
     if direction not in widths:
         raise ValueError(f"direction={direction!r} is not known; accepted: {', '.join(widths)}")
-    pairs = Band.of(is_causal, *(window or (-1, -1))).pairs(tokens_q, tokens_k)
+    pairs = pairs_in(Band.of(is_causal, *(window or (-1, -1))), tokens_q, tokens_k)
     return 2.0 * batch * heads * widths[direction] * pairs
+
+
+def pairs_in(band: Band, tokens_q: int, tokens_k: int) -> int:
+    """How many (query, key) pairs a band holds."""
+    queries = torch.arange(tokens_q)
+    start = torch.zeros_like(queries) if band.lower is None else (queries + band.lower).clamp(min=0)
+    stop = torch.full_like(queries, tokens_k)
+    if band.upper is not None:
+        stop = (queries + band.upper + 1).clamp(max=tokens_k)
+    return int((stop - start).clamp(min=0).sum())
 
 
 @dataclass(frozen=True)

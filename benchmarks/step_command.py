@@ -45,15 +45,15 @@ def step(
     kernels_hash: commands.KernelsHash = None,
 ) -> None:
     """Time and memory of whole training steps of models that people train, with one attention or another."""
-    from sagebwd.cli.terminal import console, duration, loading, progress, quiet
+    from sagebwd.cli.terminal import console, duration, progress, quiet
 
     quiet()
-    with loading("models"):
+    with commands.loading("models"):
         from benchmarks import step as benchmark
         from benchmarks import step_attentions, step_models
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
-    from sagebwd.cli.results import path_of, rows_of_others, save
+    from sagebwd.cli.results import path_of, save
 
     on_cpu = device == "cpu"
     lengths = [commands.tokens_of(text) for text in tokens or ([str(benchmark.CPU_TOKENS)] if on_cpu else ["8K"])]
@@ -70,7 +70,7 @@ def step(
     ]  # fmt: skip
     total = total or (2 * benchmark.CPU_TOKENS if on_cpu else benchmark.TOTAL_TOKENS)
     facts = benchmark.facts(device, commit) | commands.kernels(kernels_hash)
-    kept = rows_of_others(
+    kept = commands.rows_of_others(
         path_of(facts, output, "step"), facts, ("model", "asked_tokens", "compiled"),
         [(case.model, case.tokens, case.compiled) for case in cases],
     )  # fmt: skip

@@ -14,6 +14,7 @@ from lab.studies.gaussian import with_sinks
 from sagebwd import dispatch
 from sagebwd.call import Ask, Call, Saved, keeps_inputs
 from sagebwd.dispatch import Choice
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.kernels.families import FAMILIES
 from sagebwd.masks.kinds import FULL, MASK
 from sagebwd.masks.mask import Mask, shown
@@ -218,7 +219,11 @@ class AttentionCase:
 
     def forward(self, impl: str, call: Call, inputs: tuple[Tensor, ...]) -> Saved:
         """What backward gets of forward."""
-        outputs = dispatch.forward(self.choice(impl), call, *inputs[:3])
+        choice = self.choice(impl)
+        if choice.forward.in_torch:
+            outputs = dispatch.module_of(choice.forward.module).forward(call, *inputs[:3])
+        else:
+            outputs = self._by_kernels(FORWARD, choice, call, *inputs[:3])
         return Saved(*self._placed(("saved",) * len(outputs), outputs))
 
     def backward(self, impl: str, call: Call, saved: Saved, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -226,7 +231,16 @@ class AttentionCase:
         q, k, v, do, dlse = inputs
         choice = self.choice(impl)
         keep_q, keep_k = keeps_inputs(call.recipe, choice.backward)
-        return dispatch.backward(choice, call, saved, do, dlse, q if keep_q else None, k if keep_k else None, v)
+        given = saved, do, dlse, q if keep_q else None, k if keep_k else None, v
+        if choice.backward.in_torch:
+            return dispatch.module_of(choice.backward.module).backward(call, *given)
+        return self._by_kernels(BACKWARD, choice, call, *given)[:-1]
+
+    def _by_kernels(self, direction: str, choice: Choice, call: Call, *given: object) -> tuple[Tensor, ...]:
+        """What the kernels of a direction give, each in memory of its own."""
+        runtime, of_call = dispatch.runtime(), dispatch.prepared(direction, choice, call)
+        described = getattr(runtime.driver, direction)
+        return runtime.program.run(described, *dispatch.family(direction, choice, call), of_call, *given)
 
     def run(self, impl: str, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Outputs, gradients and saved tensors of an implementation."""

@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
-from benchmarks.conformance import emulator_error, violation
-from sagebwd.reference.metrics import Comparison, cosine, largest_logit, relative_l2, rms
+from benchmarks.conformance import emulator_error, rms, violation
+from lab.training.logits import largest_logit
+from sagebwd.reference.metrics import Comparison, cosine, relative_l2
 
 HIGH = torch.tensor([4.0, -1.0, 2.0, 1.0], dtype=torch.float64)
 

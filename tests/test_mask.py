@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from benchmarks.shapes import pairs_in
 from sagebwd import read_mask
 from sagebwd.masks import mask as masks
 from sagebwd.masks import tiles
@@ -110,7 +111,7 @@ def check_band(is_causal, window, tokens_q, tokens_k, bottom_right):
     mask = band.mask(torch.arange(tokens_q), torch.arange(tokens_k))
     assert torch.equal(expected if mask is None else mask, expected)
     assert (mask is None) == (not is_causal and window == (-1, -1))
-    assert band.pairs(tokens_q, tokens_k) == int(expected.sum())
+    assert pairs_in(band, tokens_q, tokens_k) == int(expected.sum())
     for start, stop in itertools.combinations(range(tokens_q + 1), 2):
         seen = expected[start:stop].any(0).nonzero().flatten().tolist()
         first, last = band.keys(start, stop, tokens_k)

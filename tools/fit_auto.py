@@ -27,7 +27,7 @@ from rich.table import Table
 from sagebwd.auto import model
 from sagebwd.auto.contenders import FA3, FA4, FLASH, LOW, PEERS
 from sagebwd.auto.fit import BOUND, fitted, size_of, times_of
-from sagebwd.auto.model import FORWARD, TRAINING, Times, widths_text
+from sagebwd.auto.model import FORWARD, TRAINING, Cost, Times, widths_text
 from sagebwd.environment import write_whole
 from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, PACKED
 
@@ -100,6 +100,11 @@ def place_of(row: Mapping) -> tuple:
     return tuple(row[name] for name in Times._fields[:6])
 
 
+def written(cost: Cost) -> list[float]:
+    """What `Cost.of` takes, with three digits."""
+    return [float(f"{value / unit:.3g}") for value, unit in zip(cost, model.UNITS)]
+
+
 def text_of(names: Iterable[str]) -> str:
     """``model.json`` of results files, named as for `rows_of`."""
     cards: dict[str, tuple[dict, list]] = {}
@@ -114,8 +119,8 @@ def text_of(names: Iterable[str]) -> str:
     for card, (of, rows) in sorted(cards.items()):
         lines = []
         for times in fitted(rows, "", of["torch"]):
-            full = {name: cost.written() for name, cost in times.full.items()}
-            lines.append("   " + json.dumps([*times[:6], times.low.written(), full]))
+            full = {name: written(cost) for name, cost in times.full.items()}
+            lines.append("   " + json.dumps([*times[:6], written(times.low), full]))
         head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in of.items())
         parts.append(f" {json.dumps(card)}: {{\n{head},\n" + '  "times": [\n' + ",\n".join(lines) + "\n  ]\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -1,7 +1,7 @@
 """What a call costs its host, without a GPU: Triton's own compiler and launchers over a libcuda that does nothing.
 
-`python -m tools.host_time mixed` prints microseconds of the Hopper family's forward and backward by their programs, of
-`sage_attention` as calls of a training step do, and of its backward through autograd. CUDA's own part is not in it.
+`python -m tools.host_time mixed` prints microseconds of `sage_attention` as calls of a training step do, without
+gradients, and of its backward through autograd. CUDA's own part is not in it.
 Needs a C compiler and Python's headers, as Triton does, and for `mixed` the extra `hopper`. `masks` as a recipe prints
 what `sage_attention` costs by `token` on the portable kernels under masks of each kind, and without; `mixed-masks` by
 `mixed` on Hopper's kernels, and `new-masks` how
@@ -40,7 +40,6 @@ from benchmarks.mask_cases import DOCUMENTS, WINDOW, Case
 from benchmarks.timer import from_rest
 from sagebwd import dispatch, qk_norm_rope_attention, read_block_mask, sage_attention
 from sagebwd.auto import choice as auto_choice
-from sagebwd.call import Call
 from sagebwd.cli.timer import time_interleaved
 from sagebwd.kernels.masks import blocks
 from sagebwd.recipe import Recipe
@@ -163,10 +162,6 @@ def measure(recipe: str, rounds: int = ROUNDS, ms: float = ROUND_MS, device: str
     if device == "cpu":
         pretend()
     q, k, v, do = inputs(device)
-    choice = HOPPER._replace(recipe=Recipe.parse(recipe))
-    masks, settings = (None,) * 3, (TOKENS, TOKENS, True, -1, -1, HEAD_DIM**-0.5, choice.recipe)
-    call = Call.of(q, k, (HEAD_DIM, HEAD_DIM), *masks, *settings)
-    saved = dispatch.forward(choice, call, q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def attend(*inputs: torch.Tensor) -> torch.Tensor:
@@ -174,10 +169,8 @@ def measure(recipe: str, rounds: int = ROUNDS, ms: float = ROUND_MS, device: str
 
     out = attend(*leaves)
     calls = {
-        "forward": lambda: dispatch.forward(choice, call, q, k, v),
         "sage_attention": lambda: attend(*leaves),
         "without gradients": lambda: attend(q, k, v),
-        "backward": lambda: dispatch.backward(choice, call, saved, do, None, None, None, v),
         "autograd": lambda: torch.autograd.grad(out, leaves, do, retain_graph=True),
     }
     return microseconds(calls, device, rounds, ms)

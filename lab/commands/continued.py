@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.commands import check_at_least
+from benchmarks.commands import check_at_least, loading
 from lab.commands.configs import MARGIN, ConfigFile, Folder, Jobs, Kept, Margin, Seconds, Setting, load
 from lab.commands.terminal import training
 from lab.training.continued.config import Continued
@@ -56,7 +56,7 @@ def token_file(
     """Write the token ids of a text by a trained model's own tokeniser, for `python -m lab continue`."""
     check_at_least(1, tokens=most)
     from sagebwd.cli.outputs import check_files
-    from sagebwd.cli.terminal import console, loading, progress, quiet
+    from sagebwd.cli.terminal import console, progress, quiet
 
     quiet()
     check_files({"OUTPUT": output}, {"MODEL": model, "TEXT": Path(text)})

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.commands import loading
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -156,13 +158,13 @@ def figure(
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not known; accepted: {', '.join(KINDS)}")
     from sagebwd.cli.outputs import check_files
-    from sagebwd.cli.terminal import console, loading
+    from sagebwd.cli.terminal import console
 
     check_files({"--output": output}, {f"FILE {n}": path for n, path in enumerate(files, 1) if path.is_file()})
     with loading("matplotlib"):
         import matplotlib
 
-        from sagebwd.diagnostics.plots import save
+        from benchmarks.pictures import save
 
     matplotlib.use("Agg")
     try:

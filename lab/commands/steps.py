@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.commands import RESULTS, Commit, Device, Results, check_at_least
+from benchmarks.commands import RESULTS, Commit, Device, Results, check_at_least, loading
 from lab.commands.configs import ConfigFile, Setting, load
 
 
@@ -45,7 +45,7 @@ def bench_training(
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import save
-    from sagebwd.cli.terminal import console, loading, progress, quiet
+    from sagebwd.cli.terminal import console, progress, quiet
 
     check_device(device)
     check_folder("--output", output)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.attention import impl_of
 from lab.steps import flash_attention_4
 from lab.training import full_precision
 from lab.training.config import FULL_PRECISION
@@ -43,7 +44,7 @@ class Choice:
         named, _, impl = text.partition("@")
         parsed, fuse = Recipe.parse(named.removesuffix(FUSED)), named.endswith(FUSED)
         like = torch.empty(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
-        chosen = dispatch.choose(Ask.of(like, like, parsed, impl or None)).impl
+        chosen = impl_of(dispatch.choose(Ask.of(like, like, parsed, impl or None)))
         return Choice(f"{named}@{chosen}", str(parsed), chosen, fuse)
 
     @contextmanager

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from benchmarks.pictures import save
 from lab.studies import gaussian
 from lab.studies.study_tables import table, write
 from sagebwd.cli.outputs import check_files
 from sagebwd.diagnostics import capture
-from sagebwd.diagnostics.plots import save
 from sagebwd.masks.band import Band
 from sagebwd.recipe import Recipe
 from sagebwd.reference.emulator import DpOperands, Emulator

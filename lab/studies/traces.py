@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sagebwd.diagnostics import layers, summary
+from lab.studies import summary
+from sagebwd.diagnostics import layers, tables
 from sagebwd.diagnostics.tables import LABELS, headed
 from sagebwd.diagnostics.trace import OUTPUTS, Row, Source
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1:
         sys.exit(__doc__)
     rows, console = read(Path(arguments[0])), Console(width=240)
-    for table in (by_layer(rows), *summary.tables(rows)):
+    for table in (by_layer(rows), tables.overall(rows), *summary.tables(rows)):
         console.print(table)
 
 

@@ -19,8 +19,10 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -232,6 +234,22 @@ def _stdlib_files() -> list[Path]:
     return sorted(files, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A text file for reading; .xz and .zst are unpacked."""
+    if path.suffix != ".zst":
+        with open_text(path) as file:
+            yield file
+        return
+    import zstandard
+
+    try:
+        with zstandard.open(path, "rt", encoding="utf-8") as file:
+            yield file
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from None
+
+
 def _file_documents(path: Path) -> Iterator[str]:
     if not path.is_file():
         raise ValueError(f"data.source={str(path)!r}: there is no such file; accepted: {STDLIB}, a text file, hf:NAME")
@@ -240,7 +258,7 @@ def _file_documents(path: Path) -> Iterator[str]:
     if path.suffix not in (".txt", ".xz", ".zst"):
         raise ValueError(f"data.source={str(path)!r}: accepted endings are .txt, .txt.xz and .txt.zst")
     lines: list[str] = []
-    with readable(f"data.source={str(path)!r}"), open_text(path) as file:
+    with readable(f"data.source={str(path)!r}"), _opened(path) as file:
         for line in file:
             if line.rstrip("\n") == END_OF_TEXT:
                 yield "".join(lines)

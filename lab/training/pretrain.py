@@ -34,6 +34,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from lab.training import data as text
 from lab.training import processes, sharding
 from lab.training.config import FULL_PRECISION, Config
+from lab.training.logits import largest_logit
 from lab.training.model import build, checkpoint_layers
 from lab.training.run_dir import (
     COMPLETE,
@@ -51,7 +52,6 @@ from sagebwd.cli.results import commit
 from sagebwd.diagnostics.monitor import PREFIX, AttentionMonitor
 from sagebwd.environment import write_whole
 from sagebwd.recipe import INT8, Recipe
-from sagebwd.reference.metrics import largest_logit
 from sagebwd.version import __version__
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.pictures import save
 from lab.training.config import Config
-from sagebwd.diagnostics.plots import save
 from sagebwd.environment import write_whole
 
 STYLE = """

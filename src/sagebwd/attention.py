@@ -25,7 +25,7 @@ from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
 from sagebwd.planning.autograd import SageAttention
 from sagebwd.planning.plan import Plan, SdpaCall
-from sagebwd.planning.specification import kind_of, laid_out, spec_of
+from sagebwd.planning.specification import kind_of, laid_out
 from sagebwd.recipe import AUTO, Recipe
 
 if TYPE_CHECKING:
@@ -202,7 +202,8 @@ def sage_attention_varlen(
         query, key, value = autocast(query, key, value)
     given = query, key, value, None, cu_seqlens_q, cu_seqlens_k, sinks
     lengths, more = (max_seqlen_q, max_seqlen_k), (return_lse, return_max_logits)
-    spec = spec_of(given, None, recipe, window, is_causal, scale, impl, *more, *lengths)
+    settings = is_causal, scale, impl, *more, *lengths
+    spec = laid_out(kind_of(given, None, recipe, window, settings), given)
     plan = None if spec is None else PLANS.get(spec)
     if plan is not None:
         return run(plan, given, None, *more)

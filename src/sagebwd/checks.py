@@ -73,6 +73,14 @@ def tensor(name: str, x: object) -> None:
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
 
 
+def dimensions(count: int, what: str = "", **tensors: Tensor) -> None:
+    """Raises TypeError for what is no tensor, and ValueError for one of another number of dimensions."""
+    for name, x in tensors.items():
+        tensor(name, x)
+        if x.dim() != count:
+            raise ValueError(f"{name}: expected {count} dimensions{what}, got shape {tuple(x.shape)}")
+
+
 def same_device(name: str, x: Tensor, device: torch.device, whose: str = "query's", instead: str = "") -> None:
     """Raises ValueError for a tensor on another device than ``whose``; instead: the way out."""
     if x.device != device:
@@ -217,9 +225,8 @@ def strided(name: str, tensor: Tensor) -> None:
 
 def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) -> None:
     """Raises unless dimensions, dtypes, devices and sizes go together; layout: what the dimensions are."""
+    dimensions(dims, f" {layout}", query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != dims:
-            raise ValueError(f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in REFERENCE_DTYPES:
             raise TypeError(
                 f"{name}: dtype {tensor.dtype} is not supported; accepted: {', '.join(capabilities.REFERENCE_DTYPES)}"

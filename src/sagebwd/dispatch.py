@@ -13,9 +13,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from sagebwd.call import Ask, Call, Saved
+from sagebwd.call import Ask, Call
 from sagebwd.kernels import families
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD, Family, Row
 from sagebwd.kernels.families import FAMILIES
@@ -43,12 +42,6 @@ class Choice(NamedTuple):
     def name(self) -> str:
         """By which `named` finds the rows again."""
         return f"{self.forward.impl}{SEPARATOR}{self.backward.impl}"
-
-    @property
-    def impl(self) -> str:
-        """What ``impl`` would name: of two families the later, whose direction the other's completes."""
-        named = [name for name in FAMILIES if name in (self.forward.impl, self.backward.impl)]
-        return named[-1] if named else self.forward.impl  # "torch", which is nothing to name
 
     def forms(self, head_dim: int, value_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The widths that its kernels run at, forward and backward, which a call's are filled up to with zeros.
@@ -139,7 +132,7 @@ def _rows(family: Family, recipe: Recipe, ask: Ask, with_extras: bool = False) -
 
 def missing(row: Row) -> str | None:
     """What is missing or broken here of what a row needs, or None."""
-    return _module(row.needs).unavailable()
+    return module_of(row.needs).unavailable()
 
 
 def check_known(impl: str | None) -> None:
@@ -185,30 +178,11 @@ def named(recipe: Recipe, name: str) -> Choice:
     return Choice(recipe, families.row(FORWARD, forward), families.row(BACKWARD, backward))
 
 
-def forward(choice: Choice, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-    """The output, and what `backward` reads of it, each in memory of its own."""
-    if choice.forward.in_torch:
-        return _module(choice.forward.module).forward(call, q, k, v)
-    given = *family(FORWARD, choice, call), prepared(FORWARD, choice, call), q, k, v
-    return Saved(*runtime().program.run(runtime().driver.forward, *given))
-
-
-def backward(
-    choice: Choice, call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None,
-    v: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv; q and k are given where `sagebwd.call.keeps_inputs` says so."""
-    if choice.backward.in_torch:
-        return _module(choice.backward.module).backward(call, saved, do, dlse, q, k, v)
-    given = *family(BACKWARD, choice, call), prepared(BACKWARD, choice, call), saved, do, dlse, q, k, v
-    return runtime().program.run(runtime().driver.backward, *given)[:-1]
-
-
 def family(direction: str, choice: Choice, call: Call) -> tuple[ModuleType, tuple[int, int]]:
     """The module of a direction's kernels, and the widths that they run at."""
     forms = choice.forms(call.head_dim, call.value_dim)
     row = choice.forward if direction == FORWARD else choice.backward
-    return _module(row.module), forms[direction == BACKWARD]
+    return module_of(row.module), forms[direction == BACKWARD]
 
 
 def prepared(direction: str, choice: Choice, call: Call) -> Call:
@@ -236,7 +210,8 @@ def runtime() -> Runtime:
 
 
 @cache
-def _module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
+    """The module of a row's functions, or of what it needs, by its name."""
     return importlib.import_module(name)
 
 

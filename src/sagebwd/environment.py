@@ -9,13 +9,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import logging
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -42,31 +40,9 @@ def cache_folder() -> Path:
     given = Path(os.environ.get(CACHE_DIR) or "~/.cache/sagebwd")
     try:
         return given.expanduser()
-    except RuntimeError:  # the user has no home, as in containers under a number that no name belongs to
-        return _folder_without_home()
-
-
-@cache
-def _folder_without_home() -> Path:
-    """A folder of this user among the temporary files, with a warning; of this process where its name is taken.
-
-    Kernels are loaded from it, so nobody else may write there.
-    """
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    folder = Path(tempfile.gettempdir()) / f"sagebwd-{user}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    try:
-        status = folder.lstat()
-    except OSError:  # it cannot be made: what writes there meets that again, and says so
-        return folder
-    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == user and not status.st_mode & 0o022
-    folder = folder if is_ours else folder_of_process(os.getpid())
-    logging.getLogger("sagebwd").warning(
-        f"sagebwd: this user has no home: what is compiled, tuned or tokenised is kept in {folder}; set {CACHE_DIR} "
-        "to another folder"
-    )
-    return folder
+    except RuntimeError as error:  # the user has no home, as in containers under a number that no name belongs to
+        warn_of_unwritable(given, error)
+        return folder_of_process(os.getpid())
 
 
 def make(folder: Path) -> None:
@@ -97,7 +73,7 @@ def folder_of_process(process: int) -> Path:
     return folder
 
 
-def warn_of_unwritable(folder: Path, error: OSError, variable: str = CACHE_DIR) -> None:
+def warn_of_unwritable(folder: Path, error: Exception, variable: str = CACHE_DIR) -> None:
     """Warn, once a folder, that what belongs there is kept for this process alone."""
     if folder in _unwritable:
         return

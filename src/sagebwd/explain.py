@@ -52,21 +52,6 @@ class Explanation(NamedTuple):
         return line if self.digest is None else f"{line}\n{digest_line(self.digest)}"
 
 
-def _with_arguments_of(attention: Callable) -> Callable[[Callable], Callable]:
-    """Give a function the signature of one of the public functions, with ``device`` at its end."""
-    of = inspect.signature(attention)
-    device = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
-
-    def given(explains: Callable) -> Callable:
-        explains.__signature__ = of.replace(
-            parameters=[*of.parameters.values(), device], return_annotation=Explanation.__name__
-        )
-        return explains
-
-    return given
-
-
-@_with_arguments_of(sage_attention)
 def explain(*arguments: object, **options: object) -> Explanation:
     """What `sage_attention` would run for the same arguments, and why; nothing runs.
 
@@ -82,10 +67,17 @@ def explain(*arguments: object, **options: object) -> Explanation:
     return _explained(explain, sage_attention, arguments, options)
 
 
-@_with_arguments_of(sage_attention_varlen)
 def explain_varlen(*arguments: object, **options: object) -> Explanation:
     """`explain` of `sage_attention_varlen`: the arguments of that, and ``device``; returns and raises alike."""
     return _explained(explain_varlen, sage_attention_varlen, arguments, options)
+
+
+for _asked, _attention in ((explain, sage_attention), (explain_varlen, sage_attention_varlen)):
+    _of = inspect.signature(_attention)
+    _device = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+    _asked.__signature__ = _of.replace(
+        parameters=[*_of.parameters.values(), _device], return_annotation=Explanation.__name__
+    )
 
 
 def _explained(asked: Callable, attention: Callable, arguments: tuple, options: dict[str, object]) -> Explanation:

@@ -27,3 +27,8 @@ def rotation_sizes(head_dim: int) -> tuple[int, ...]:
     if head_dim > MOST_ROTATED:
         return MOST_ROTATED, *rotation_sizes(head_dim - MOST_ROTATED)
     return tuple(1 << bit for bit in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> bit & 1)
+
+
+def rounded_up(count: int, unit: int) -> int:
+    """The least multiple of a unit that is no less than a count."""
+    return (count + unit - 1) // unit * unit

@@ -12,7 +12,7 @@ times a call, and copies them each time: 0.1 ms of host time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -96,7 +96,7 @@ def attention(
     prologue = None if interleaved is None else Prologue(eps, interleaved, *of_prologue)
     tensors = q, k, v, sinks, key_mask, mask, mask_tiles, mask_blocks, cu_seqlens_q, cu_seqlens_k, *of_prologue
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "forward", *_layouts_of(tensors), *settings, max_logits, eps, interleaved
+    key = "forward", *map(layout_of, tensors), *settings, max_logits, eps, interleaved
     plan = PLANS.get(key)
     if plan is None:
         of = mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, prologue
@@ -105,10 +105,6 @@ def attention(
     of_mask = _mask(mask, mask_tiles, mask_blocks, key_mask)
     with torch.autocast(q.device.type, enabled=False), device_of(q):
         return plan.forward(q, k, v, sinks, key_mask, of_mask, cu_seqlens_q, cu_seqlens_k, prologue)
-
-
-def _layouts_of(tensors: tuple[Tensor | None, ...]) -> list[Hashable]:
-    return [None if x is None else layout_of(x) for x in tensors]
 
 
 def _plan_of(
@@ -189,7 +185,7 @@ def attention_backward(
     prologue = None if interleaved is None else Prologue(eps, interleaved, *of_prologue)
     tensors = v, o, mask, cu_seqlens_q, cu_seqlens_k, *of_prologue
     settings = max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, scale, recipe, impl, deterministic
-    key = "backward", *_layouts_of(tensors), head_dim, sinks is None, *settings, eps, interleaved
+    key = "backward", *map(layout_of, tensors), head_dim, sinks is None, *settings, eps, interleaved
     plan = PLANS.get(key)
     if plan is None:
         of = mask, cu_seqlens_q, cu_seqlens_k, settings, sinks, prologue

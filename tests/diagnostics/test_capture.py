@@ -153,7 +153,8 @@ def test_chosen_layers_and_heads():
     model, ids = build(), tokens(1, 20)
     whole = capture(model, ids)
     assert [call.layer for call in whole] == [0, 1]
-    (chosen,) = capture(model, ids, layers=[1], heads=[3, 2])
+    (call,) = capture(model, ids, layers=[1])
+    chosen = call.select([3, 2])
     assert (chosen.layer, chosen.heads, chosen.kv_heads) == (1, (2, 3), (1,))
     assert chosen.k.shape == (1, 1, 20, 16)
     for actual, expected in zip(chosen.head(3), whole[1].head(3), strict=True):
@@ -161,11 +162,13 @@ def test_chosen_layers_and_heads():
     assert not torch.equal(whole[1].head(1)[1], whole[1].head(3)[1])
     with pytest.raises(ValueError, match="heads: 0 is not in layer 1, which has 2, 3"):
         chosen.head(0)
+    with pytest.raises(ValueError, match="heads: 4 is not in layer 1, which has 0 to 3"):
+        call.select([4])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_file_keeps_every_bit(tmp_path, dtype):
-    captured = capture(build("qwen3").to(dtype), tokens(2, 20), heads=[1, 2])
+    captured = [call.select([1, 2]) for call in capture(build("qwen3").to(dtype), tokens(2, 20))]
     path = tmp_path / "new" / "x.safetensors"
     study.save(captured, path)
     for actual, expected in zip(study.load(path), captured, strict=True):
@@ -199,7 +202,6 @@ def test_files_of_another_kind(tmp_path):
         (tokens(1, 200), {}, "200 tokens, and the model has 128 positions"),
         (tokens(1, 20) + 60, {}, "outside the model's vocabulary of 64"),
         (tokens(1, 20), {"layers": [0, 2]}, "layers: 2 is not an attention layer here; there are 0, 1"),
-        (tokens(1, 20), {"heads": [4]}, "heads: 4 is not in layer 0, which has 0 to 3"),
     ],
 )
 def test_bad_arguments(ids, arguments, message):

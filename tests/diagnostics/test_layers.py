@@ -1,11 +1,12 @@
-"""What traces of a model's layers come to: by layer, by the weight of the first key, over all."""
+"""What traces of a model's layers come to: by layer, over all."""
 
 import dataclasses
 import math
+from functools import cache
 
 import pytest
 
-from sagebwd.diagnostics import layers, summary
+from sagebwd.diagnostics import layers
 from sagebwd.diagnostics import trace as study
 from tests.diagnostics.test_trace import random_call
 
@@ -57,20 +58,8 @@ def test_windows_count_alike():
     assert heads[1].relative_l2["dk"] == pytest.approx(math.sqrt(5) * rows[1].relative_l2["dk"])
 
 
-def test_idle_heads_are_told_apart():
-    whole = random_call()
-    assert layers.idle(study.measure([whole], ["token"])) == {}
-    whole.do[0, 1] *= 1e-4  # of both sequences
-    whole.do[1, 1] *= 1e-4
-    rows = study.measure([whole], ["paper", "token"])
-    ((place, share),) = layers.idle(rows).items()
-    assert place == (0, 1)
-    own, others = rows[2].norm["dq"], [row.norm["dq"] for row in rows[::2]]
-    assert share == pytest.approx(own / math.hypot(*others))
-
-
-@pytest.fixture(scope="module")
-def rows():
+@cache
+def two_windows():
     """Two layers of two windows; head 1 of layer 1 does next to nothing."""
     found = []
     for window in range(2):
@@ -83,40 +72,11 @@ def rows():
     return found
 
 
-def test_over_layers_and_windows(rows):
+def test_over_layers_and_windows():
+    rows = two_windows()
     every = [row for row in layers.by_window(rows) if row.recipe == "token"]
     assert len(every) == 4
     errors = [row.relative_l2["dk"] for row in every]
-    mean, worst = summary.overall(rows)["token"]["dk"]
+    mean, worst = layers.overall(rows)["token"]["dk"]
     assert mean == pytest.approx(math.hypot(*errors) / 2)
     assert worst == max(errors)
-
-
-def test_heads_by_the_weight_of_the_first_key(rows):
-    weights = (0.05, 0.1, 0.95, 1.0)
-    changed = [dataclasses.replace(row, first_weight=weights[row.head]) for row in rows]
-    found = summary.by_weight(changed, {(1, 1): 0.001})
-    heads = {most: [(row.layer, row.head) for row in found["token", most]] for most in summary.WEIGHTS[1:]}
-    assert heads == {
-        0.1: [(0, 0), (1, 0)] * 2,
-        0.3: [(0, 1)] * 2,
-        **{bound: [] for bound in (0.5, 0.7, 0.9)},
-        1.0: [(0, 2), (0, 3), (1, 2), (1, 3)] * 2,
-    }
-
-
-def test_shares_are_of_the_median_layer():
-    rows = study.measure([random_call(tokens=64, heads=2)], ["token"], attribute=True)
-    # three layers, of which the first's and the last's errors are half and twice as large: the median is the second's
-    more = [
-        dataclasses.replace(
-            row, layer=layer, relative_l2={name: 2.0 ** (layer - 1) * x for name, x in row.relative_l2.items()}
-        )
-        for layer in range(3)
-        for row in rows
-    ]
-    (layer,) = layers.means(rows)
-    found = summary.shares(more)
-    assert found["token", "dv"]["dv"] == pytest.approx(layer.attribution["dv"]["dv"].share)
-    assert found["token", "dv"]["o"] == pytest.approx(0, abs=1e-4)
-    assert [source for _, source in found] == ["s", "o", "dv", "dq", "dk"]

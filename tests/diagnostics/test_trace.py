@@ -8,13 +8,15 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.conformance import rms
 from lab.studies.gaussian import draw, with_sinks
+from lab.training.logits import largest_logit
 from sagebwd.cli import main as cli
 from sagebwd.diagnostics import layers, models
 from sagebwd.diagnostics import trace as study
 from sagebwd.diagnostics.capture import Captured
 from sagebwd.reference import emulator
-from sagebwd.reference.metrics import cosine, largest_logit, relative_l2, rms
+from sagebwd.reference.metrics import cosine, relative_l2
 from tests.commands import runner
 from tests.diagnostics.test_capture import build
 from tests.traced import trace

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from sagebwd.integrations import transformers as integration
+from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers_settings import settings
 from sagebwd.reference.metrics import cosine, relative_l2
 
@@ -203,7 +204,8 @@ def test_adapters_of_a_frozen_model_have_the_gradients_of_sdpa(targets):
     assert relative_l2(*reversed(gradients)) < FLOORS["full"][1]
 
 
-def test_generation_with_a_cache_says_that_it_decodes_with_sdpa():
+def test_generation_with_a_cache_says_that_it_decodes_with_sdpa(monkeypatch):
+    monkeypatch.setattr(transformers_torch, "_said", set())
     ids = tokens(1, 40)
     outcomes = []
     for recipe in ("sdpa", "full"):

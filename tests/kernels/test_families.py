@@ -64,10 +64,10 @@ def test_who_runs_a_call_follows_from_the_record(toy, monkeypatch):
 
     def chosen(arch, **changes):
         choice = dispatch._choose.__wrapped__(ask._replace(**changes), arch, False, True)
-        return str(choice.recipe), choice.name, choice.impl
+        return str(choice.recipe), choice.name
 
-    assert chosen(100) == ("full", "toy/triton", "toy")
-    assert chosen(100, head_dim=65) == ("token", "triton/triton", "triton"), "which is too wide for it"
+    assert chosen(100) == ("full", "toy/triton")
+    assert chosen(100, head_dim=65) == ("token", "triton/triton"), "which is too wide for it"
     assert chosen(100, recipe=Recipe.named("token"))[1] == "triton/triton"
     assert chosen(90)[1] == "hopper/hopper"
     with pytest.raises(

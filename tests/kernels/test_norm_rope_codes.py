@@ -274,7 +274,7 @@ def stand_in(monkeypatch):
     if DEVICE == "cuda":
         pytest.skip("stands in for a GPU")
     monkeypatch.setattr(auto_choice, "choose", lambda *_: MIXED)
-    monkeypatch.setattr(dispatch, "_module", lambda name: Family)
+    monkeypatch.setattr(dispatch, "module_of", lambda name: Family)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     PLANS.clear()
 

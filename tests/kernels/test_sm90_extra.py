@@ -40,7 +40,6 @@ query = SimpleNamespace(shape=(1, 1, 1, 64), dtype=torch.bfloat16, device=torch.
 for _ in range(2):
     choice = dispatch.choose(ask_of(query, query, "auto", None))
     assert choice.recipe == Recipe.named("mixed")
-    assert choice.impl == "hopper"
 print(choice.name)
 # what CuTe's kernel alone takes
 recipe = choice.recipe.replace(dv="16bit", dq="16bit", dk="16bit")

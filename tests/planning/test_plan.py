@@ -113,7 +113,7 @@ class Family:
 def stand_ins(monkeypatch):
     """The kernels of all calls."""
     made = Family()
-    monkeypatch.setattr(dispatch, "_module", lambda name: made)
+    monkeypatch.setattr(dispatch, "module_of", lambda name: made)
     chosen = dispatch.named(Recipe.named("token"), "triton/triton")
     monkeypatch.setattr(auto_choice, "choose", lambda *_: made.asked.append(1) or chosen)
     return made

@@ -27,7 +27,7 @@ from sagebwd.masks.mask import TILE
 from sagebwd.masks.parts import MOST
 from sagebwd.planning import mask_argument
 from sagebwd.planning.plan import Plan
-from sagebwd.planning.specification import spec_of
+from sagebwd.planning.specification import kind_of, laid_out
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
@@ -295,7 +295,7 @@ class Family:
 def stand_ins(monkeypatch):
     """The kernels of all calls."""
     family = Family()
-    monkeypatch.setattr(dispatch, "_module", lambda name: family)
+    monkeypatch.setattr(dispatch, "module_of", lambda name: family)
     monkeypatch.setattr(auto_choice, "choose", lambda *_: dispatch.named(Recipe.named("token"), "triton/triton"))
     return family
 
@@ -440,7 +440,8 @@ def test_a_bias_that_needs_a_gradient_is_refused_in_every_call(stand_ins):
     bias = torch.zeros(TOKENS, TOKENS)
     specs = set()
     for needs in (False, True):
-        specs.add(spec_of((*draw(3), bias.requires_grad_(needs), *(None,) * 3), None, "token", None))
+        given = *draw(3), bias.requires_grad_(needs), *(None,) * 3
+        specs.add(laid_out(kind_of(given, None, "token", None, ()), given))
     assert len(specs) == 2
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="gradients of an additive mask"):

@@ -5,9 +5,9 @@ import statistics
 from functools import cache
 from itertools import pairwise
 
-from lab.studies import traces
+from lab.studies import summary, traces
 from lab.studies.study_tables import table
-from sagebwd.diagnostics import layers, summary
+from sagebwd.diagnostics import layers
 from sagebwd.diagnostics.tables import LABELS
 from sagebwd.diagnostics.trace import Row
 from tools.tables import sinks
@@ -30,7 +30,7 @@ def trace() -> list[Row]:
 @cache
 def smollm2() -> dict[str, dict[str, tuple[float, float]]]:
     """By recipe and tensor of SmolLM2-135M, the error over all layers and the worst layer's."""
-    return summary.overall(trace())
+    return layers.overall(trace())
 
 
 @cache
@@ -133,7 +133,7 @@ def planted_faults() -> str:
 
 def by_weight_of_the_first_key() -> str:
     """Median errors of SmolLM2's heads by the first key's weight."""
-    found = summary.by_weight(trace(), layers.idle(trace()))
+    found = summary.by_weight(trace(), summary.idle(trace()))
     rows = []
     for least, most in pairwise(summary.WEIGHTS):
         medians = [

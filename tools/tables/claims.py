@@ -3,10 +3,9 @@
 import statistics
 from functools import cache
 
-from lab.studies import traces
+from lab.studies import summary, traces
 from lab.studies.study_tables import table
 from lab.training import packed
-from sagebwd.diagnostics import summary
 from tools.tables.accuracy import gaussian, smollm2, trace
 from tools.tables.pretraining import REPEATED, UNROTATED, find, gap, gaps_in, rows_of
 from tools.tables.results import STUDIES, load

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from sagebwd.auto.contenders import LOW, PEERS
 from sagebwd.masks.kinds import CAUSAL, PACKED, WINDOW
+from sagebwd.numerics import rounded_up
 
 # Of a call whose inputs need no gradient, and of forward and backward together.
 FORWARD, TRAINING = "forward", "training"
@@ -27,7 +28,7 @@ _PARTS = 1 << 10
 # Low precision has to be faster by so many percent, else the call is one for full precision.
 MARGIN = 3
 # Of the units that people read: microseconds, nanoseconds and picoseconds, as femtoseconds.
-_UNITS = 10**9, 10**9, 10**6, 10**3
+UNITS = 10**9, 10**9, 10**6, 10**3
 _MILLI = 10**12
 
 
@@ -67,9 +68,9 @@ class Size(NamedTuple):
         queries, keys, heads, kv_heads = self.queries, self.keys, self.heads, self.kv_heads
         is_low, is_peer = contender == LOW, contender in PEERS
         longest = max(keys, self.longest)
-        n, m = _rounded_up(queries, TILE), _rounded_up(keys, TILE)
+        n, m = rounded_up(queries, TILE), rounded_up(keys, TILE)
         if kind == WINDOW and self.width < keys and (is_low or is_peer):
-            pairs = 2 * n * min(m, _rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
+            pairs = 2 * n * min(m, rounded_up(self.width + TILE - 1, TILE))  # queries of a tile see these together
         elif kind not in (CAUSAL, PACKED):
             pairs = 2 * n * m
         elif n <= m:
@@ -90,11 +91,6 @@ class Size(NamedTuple):
         return Work(rows, pairs * heads * longer // _PARTS)
 
 
-def _rounded_up(count: int, unit: int) -> int:
-    """The least multiple of a unit that is no less than a count."""
-    return (count + unit - 1) // unit * unit
-
-
 def _in_waves(tiles: int, is_peer: bool) -> int:
     """How much longer tiles take than on multiprocessors that are all busy, in `_PARTS`.
 
@@ -102,7 +98,7 @@ def _in_waves(tiles: int, is_peer: bool) -> int:
     schedulers even waves out. By minima and maxima: a trace compiles anew for each branch that a length takes.
     """
     busy = max(tiles, MULTIPROCESSORS)
-    waves = busy if is_peer else _rounded_up(tiles, MULTIPROCESSORS)
+    waves = busy if is_peer else rounded_up(tiles, MULTIPROCESSORS)
     return _PARTS * (busy + waves) // (2 * tiles)
 
 
@@ -117,11 +113,7 @@ class Cost(NamedTuple):
     @classmethod
     def of(cls, host_us: float, fixed_us: float, row_ns: float, pair_ps: float) -> Cost:
         """Of the units that ``model.json`` has."""
-        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps), _UNITS)))
-
-    def written(self) -> list[float]:
-        """What `of` takes, with three digits."""
-        return [float(f"{value / unit:.3g}") for value, unit in zip(self, _UNITS)]
+        return cls(*(round(x * unit) for x, unit in zip((host_us, fixed_us, row_ns, pair_ps), UNITS)))
 
     def with_margin(self) -> Cost:
         """What low precision counts as: `MARGIN` percent more."""

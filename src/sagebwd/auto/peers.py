@@ -79,27 +79,14 @@ def takes(peer: str, kind: str, head_dim: int, dtype: torch.dtype, training: boo
 def lacks_backward(peer: str) -> bool:
     """Whether a peer is installed without its backward, as FlashAttention-3 can be built, so that a gradient raises.
 
-    Its build says so in ``flash_attn_config``. Of a build that has no such module the operator is asked with tensors
-    of no elements, which it refuses before it launches anything, so also inside of a CUDA graph's capture.
+    Its build says so in ``flash_attn_config``; one that has no such module counts as without.
     """
     if peer != FA3 or module_of(peer) is None:
         return False
     try:
         return bool(importlib.import_module("flash_attn_config").CONFIG["build_flags"][_NO_BACKWARD])
     except (ImportError, AttributeError, KeyError, TypeError):
-        return not _refuses_dtype()
-
-
-def _refuses_dtype() -> bool:
-    """Whether FlashAttention-3's backward refuses FP32 for its dtype, and not because it is no backward."""
-    if not torch.cuda.is_available():
-        return False
-    empty = torch.empty(0, 0, 0, 0, device="cuda", dtype=torch.float32)
-    try:
-        torch.ops.flash_attn_3.bwd(*[empty] * 6)  # do, q, k, v, o and the log-sum-exp
-    except Exception as error:  # whatever this build raises
-        return "only support fp16 and bf16" in str(error)
-    return False
+        return True
 
 
 def fits(kind: str, size: Size) -> bool:

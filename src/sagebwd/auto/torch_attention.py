@@ -26,6 +26,7 @@ from sagebwd.counts import TORCH, counts
 from sagebwd.kernels.runtime.device import device_of
 from sagebwd.masks.band import Band
 from sagebwd.masks.kinds import CAUSAL, FULL, WINDOW
+from sagebwd.numerics import rounded_up
 from sagebwd.tracing import assume_constant
 
 # F.scaled_dot_product_attention itself: what `sagebwd.replace_sdpa` puts in its place would come back here.
@@ -145,9 +146,9 @@ class BandBias(NamedTuple):
         """Of a band with lower <= 0 <= upper; None where it takes more than `_MOST_ROOM` times its elements."""
         lower = 1 - queries if band.lower is None else max(band.lower, 1 - queries)
         upper = keys - 1 if band.upper is None else min(band.upper, keys - 1)
-        first = _aligned(-lower)
+        first = rounded_up(-lower, _ALIGNED)
         # the last key of query 0 is in the same row; key 0 of the last query is behind the zeros of the row before
-        stride = _aligned(max(first + keys, queries + upper))
+        stride = rounded_up(max(first + keys, queries + upper), _ALIGNED)
         if stride > _MOST_ROOM * keys:
             return None
         return cls((queries, keys), stride, first, (first + lower, upper - lower + 1))
@@ -158,10 +159,6 @@ class BandBias(NamedTuple):
         bias = query.new_full((queries, stride + 1), float("-inf"))
         bias.as_strided((queries, width), (stride + 1, 1), start).zero_()
         return bias.as_strided(self.shape, (stride, 1), first)
-
-
-def _aligned(elements: int) -> int:
-    return -(-elements // _ALIGNED) * _ALIGNED
 
 
 def _banded(band: Band, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,10 +11,8 @@ import torch
 from sagebwd import checks, dispatch
 from sagebwd.arguments import ask_of
 from sagebwd.attention import sage_attention
-from sagebwd.cli.hardware import peak_rates
-from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.families import FAMILIES, REFERENCE
-from sagebwd.recipe import AUTO, Recipe
+from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from sagebwd.version import __version__
 
@@ -50,12 +48,6 @@ def facts() -> dict[str, str]:
             f"{card.name}, sm_{card.major}{card.minor}, {card.multi_processor_count} multiprocessors, "
             f"{card.total_memory >> 30} GiB, {shared} KiB shared memory a block"
         )
-        rates = peak_rates(card.name)
-        if rates is not None:
-            found[f"GPU {index} peaks"] = (
-                f"BF16 {rates.bf16_tflops:g} TFLOPS, INT8 {rates.int8_tops:g} TOPS, "
-                f"{rates.memory_tb_per_s:g} TB/s ({rates.source})"
-            )
         if (card.major, card.minor) == (9, 0):
             found["mixed on Hopper"] = _forward_of_mixed()
     return found
@@ -78,15 +70,8 @@ def _call(device: str, dtype: torch.dtype, widths: tuple[int, int]) -> tuple[tor
     return query, value
 
 
-def is_torchs(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> bool:
-    """Whether "auto" has torch run a call with these properties on any device, since it is wide."""
-    return recipe == AUTO and max(widths) > WIDE
-
-
 def recipe_of(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: str) -> Recipe:
     """The recipe of a call with these properties, "auto" settled."""
-    if is_torchs(device, dtype, widths, recipe):
-        return Recipe.named("full")
     return dispatch.choose(ask_of(*_call(device, dtype, widths), recipe, None)).recipe
 
 
@@ -122,29 +107,14 @@ def self_test(device: str, dtype: torch.dtype, widths: tuple[int, int], recipe: 
     Two implementations of a recipe differ by 16-bit rounding and by codes that fall on the other side of a tie, which
     is well under 0.03.
     """
-    tensors = _inputs(widths, device, dtype)
-    return _distance(*(_outcome(tensors, recipe=recipe, impl=impl) for impl in (None, REFERENCE.name)))
-
-
-def self_test_of_torch(device: str, dtype: torch.dtype, widths: tuple[int, int]) -> float:
-    """The same of what torch runs, to itself in FP64."""
-    tensors = _inputs(widths, device, dtype)
-    return _distance(_outcome(tensors), _outcome([x.double() for x in tensors]))
-
-
-def _inputs(widths: tuple[int, int], device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """query, key, value and the output's gradient."""
     generator = torch.Generator().manual_seed(0)
     head_dim, value_dim = widths
     of = head_dim, head_dim, value_dim, value_dim
-    return [torch.randn(1, 2, 300, width, generator=generator).to(device, dtype) for width in of]
+    *inputs, do = (torch.randn(1, 2, 300, width, generator=generator).to(device, dtype) for width in of)
 
+    def outcome(impl: str | None) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = sage_attention(*leaves, is_causal=True, recipe=recipe, impl=impl)
+        return out, *torch.autograd.grad(out, leaves, do)
 
-def _outcome(tensors: list[torch.Tensor], **options: object) -> tuple[torch.Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    out = sage_attention(*leaves, is_causal=True, **options)
-    return out, *torch.autograd.grad(out, leaves, tensors[3])
-
-
-def _distance(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
-    return max(relative_l2(actual, expected) for actual, expected in zip(found, wanted))
+    return max(relative_l2(actual, expected) for actual, expected in zip(outcome(None), outcome(REFERENCE.name)))

@@ -80,23 +80,16 @@ def estimate(
     low, full = times.ms(Size(tokens, tokens, heads * batch, kv_heads * batch))
     best = min(full.values())
     ours = best if low is None or model.with_margin(low) > best else low
-    return Estimate(
-        _rest_ms(card, hidden, layers, heads, kv_heads, head_dim, tokens * batch, intermediate, vocabulary),
-        layers * ours, {name: layers * ms for name, ms in sorted(full.items(), key=lambda item: item[1])},
-    )  # fmt: skip
-
-
-def _rest_ms(
-    card: str, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, tokens: int, intermediate: int,
-    vocabulary: int,
-) -> float:  # fmt: skip
-    """Of all but attention; ``tokens`` of a step."""
+    # all but attention, of the tokens of a step
+    step = tokens * batch
     projections = 2 * hidden * (heads + kv_heads) * head_dim
     weights = layers * (projections + 3 * hidden * intermediate) + vocabulary * hidden
     passes = WIDTH_PASSES * hidden + MLP_PASSES * intermediate + HEADS_PASSES * (heads + kv_heads) * head_dim
-    moved = 2 * passes * tokens * layers + LOGIT_BYTES * vocabulary * tokens + WEIGHT_BYTES * weights
+    moved = 2 * passes * step * layers + LOGIT_BYTES * vocabulary * step + WEIGHT_BYTES * weights
     rates = peak_rates(card)
-    return 6 * weights * tokens / (PRODUCTS * rates.bf16_tflops) * 1e-9 + moved / rates.memory_tb_per_s * 1e-9
+    rest = 6 * weights * step / (PRODUCTS * rates.bf16_tflops) * 1e-9 + moved / rates.memory_tb_per_s * 1e-9
+    others = sorted(full.items(), key=lambda item: item[1])
+    return Estimate(rest, layers * ours, {name: layers * ms for name, ms in others})
 
 
 def lines(found: Estimate) -> list[str]:

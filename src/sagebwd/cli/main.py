@@ -74,6 +74,7 @@ def doctor(
     from sagebwd.cli import measure as benchmark
     from sagebwd.cli import timings
     from sagebwd.cli.hardware import check_device
+    from sagebwd.kernels.capabilities import WIDE
     from sagebwd.kernels.families import REFERENCE
     from sagebwd.recipe import AUTO
 
@@ -94,36 +95,32 @@ def doctor(
     call = device, parsed_dtype, benchmark.pair_of(width)
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
+    if recipe == AUTO and max(call[2]) > WIDE:
+        console.print("Recipe auto runs torch's own attention at this head_dim, in full precision.")
+        return
     parsed = examination.recipe_of(*call, recipe)
     named = f"{recipe}, which is {parsed} here," if recipe == AUTO else f"{parsed},"
     console.print(f"\nA call with head_dim {width}, {dtype}, recipe {named} on {device}:")
     found = examination.answers(*call, parsed)
-    by_torch = examination.is_torchs(*call, recipe)
-    if recipe == AUTO and not device.startswith("cuda") and not by_torch:
+    if recipe == AUTO and not device.startswith("cuda"):
         console.print("  torch        [green]runs it[/green]: recipe auto hands it every call without a GPU")
         named = "takes the call where a recipe is named"
-        found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
-    if by_torch:
-        named = "could, where a recipe is named"
         found = [replace(answer, chosen=False, reason=named) if answer.chosen else answer for answer in found]
     for answer in found:
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
         timings.show(device)
-    if not (by_torch or any(answer.takes for answer in found)):
+    if not any(answer.takes for answer in found):
         console.print("No implementation takes this call: it is refused.")
         raise typer.Exit(1)
     with progress() as tell:
         tell("self-test")
-        error = examination.self_test_of_torch(*call) if by_torch else examination.self_test(*call, parsed)
-    passed, held_to = error < 0.03, "torch in FP64" if by_torch else "the reference"
-    console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to {held_to} at most {error:.4f}")
+        error = examination.self_test(*call, parsed)
+    passed = error < 0.03
+    console.print(f"self-test {'PASS' if passed else 'FAIL'}: relative L2 to the reference at most {error:.4f}")
     if not passed:
         raise typer.Exit(1)
-    if by_torch:
-        console.print("Recipe auto runs torch's own attention at this head_dim, in full precision.")
-        return
     if not any(answer.chosen and answer.impl != REFERENCE.name for answer in found):
         who = "recipe auto runs torch's own attention, and a named one" if recipe == AUTO else "calls run"
         console.print(f"No kernel runs here: {who} the reference, which is right and slow.")

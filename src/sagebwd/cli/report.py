@@ -35,14 +35,9 @@ def self_tests(device: str, tell: Callable[..., object] = lambda *_: None) -> li
     return rows
 
 
-def capability(device: str) -> str | None:
-    """Of a GPU, as NVIDIA writes it."""
-    if not device.startswith("cuda"):
-        return None
-    return ".".join(map(str, torch.cuda.get_device_capability(device)))
-
-
 def write(path: Path, facts: dict[str, object], device: str, tests: list[dict], rows: list[dict]) -> None:
     """Write the report whole: facts, of `sagebwd.cli.results.environment`; rows, of the timings."""
-    content = {**facts, "sagebwd": __version__, "capability": capability(device), "self_tests": tests, "rows": rows}
+    numbers = torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
+    capability = numbers and ".".join(map(str, numbers))  # as NVIDIA writes it
+    content = {**facts, "sagebwd": __version__, "capability": capability, "self_tests": tests, "rows": rows}
     write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -58,21 +57,6 @@ def path_of(facts: dict[str, object], folder: Path, name: str) -> Path:
     """<name>_<gpu>_<date>_<commit>.json in a folder."""
     gpu = str(facts["gpu"]).removeprefix("NVIDIA ").replace(" ", "-").lower()
     return folder / f"{name}_{gpu}_{facts['date']}_{facts['commit']}.json"
-
-
-def rows_of_others(
-    path: Path, facts: dict[str, object], fields: tuple[str, ...], measured: Collection[tuple]
-) -> list[dict]:  # fmt: skip
-    """Rows of a file whose fields are none of ``measured``, so that a run that is split over calls writes one file.
-
-    None of a file that was written on another machine, with other versions or of another commit.
-    """
-    if not path.exists():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if any(content.get(name) != value for name, value in facts.items()):
-        return []
-    return [row for row in content["rows"] if tuple(row[name] for name in fields) not in measured]
 
 
 def save(rows: list, facts: dict[str, object], folder: Path, name: str = "attention") -> Path:

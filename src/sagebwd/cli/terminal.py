@@ -62,14 +62,6 @@ def progress(kept: str | Callable[[], str] = "nothing was written") -> Iterator[
 
 
 @contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Says that libraries are imported, which takes seconds."""
-    with progress() as tell:
-        tell(f"loading {what}")
-        yield
-
-
-@contextmanager
 def interruptible(kept: str | Callable[[], str]) -> Iterator[None]:
     """Ctrl-C as one line that says what is kept, and exit code 130; of several processes the first one says it."""
     try:

@@ -16,7 +16,7 @@ from sagebwd.auto.choice import known_of
 from sagebwd.auto.contenders import NAMES
 from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
-from sagebwd.auto.timings import kept_at, rows_kept
+from sagebwd.auto.timings import kept_at, read
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli import report as reports
 from sagebwd.cli.outputs import check_files, check_folder
@@ -53,7 +53,8 @@ def measure(
             "can be"
         ) from None
     anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
-    before = [row for row in rows_kept(kept) or () if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
+    rows_before, _ = read(kept, torch.__version__)
+    before = [row for row in rows_before if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
     with progress(lambda: f"what was measured is kept in {kept}" if rows else "nothing was measured yet") as tell:
         tests = reports.self_tests(device, tell) if report else []
         for timed in benchmark.measure(device, cases, tell=tell):
@@ -62,8 +63,6 @@ def measure(
             path = kept if output is None else save(rows, facts, output, "timings")
             if report is not None:
                 reports.write(report, facts, device, tests, [asdict(row) for row in rows])
-            for line in _lines(timed):
-                console.print(line, highlight=False)
     console.print(table(fitted(map(asdict, rows), "", torch.__version__)))
     console.print(f"wrote {' and '.join(map(str, dict.fromkeys([kept, path, report or kept])))}", soft_wrap=True)
 
@@ -87,27 +86,6 @@ def show(device: str) -> None:
     sources = {times.source: newer_torch(times) for times in known}
     fitted_from = "; of what these lack from ".join(f"{source}{newer}" for source, newer in sources.items())
     console.print(f"fitted from {fitted_from}", soft_wrap=True, markup=False)
-
-
-def _lines(timed: list[benchmark.Timing]) -> Iterable[str]:
-    """A line a direction: torch's time over ours, of batch x heads x tokens, both of queries on those of keys."""
-    for direction in DIRECTIONS:
-        rows = [row for row in timed if row.direction == direction]
-        if rows:
-            cells = ", ".join(f"{_shape(row)} {_ratio(row)}" for row in rows)
-            width = widths_text(rows[0].head_dim, rows[0].value_dim)
-            yield f"{rows[0].kind} {width} {direction}, {rows[0].recipe} over torch: {cells}"
-
-
-def _shape(row: benchmark.Timing) -> str:
-    sides = (row.heads, row.kv_heads), (row.tokens, row.kv_tokens)
-    return " x ".join([str(row.batch), *(f"{n}" if n == m else f"{n} on {m}" for n, m in sides)])
-
-
-def _ratio(row: benchmark.Timing) -> str:
-    if row.ms is None or row.torch_ms is None:
-        return "does not run" if row.ms is None else "torch does not run"
-    return f"{row.torch_ms / row.ms:.2f}"
 
 
 def table(known: Iterable[Times]) -> Table:

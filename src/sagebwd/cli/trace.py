@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +69,7 @@ def trace(
     with progress(lambda: f"{save} is whole" if save and save.exists() else "nothing was written") as tell:
         tell("loading transformers")
         try:
-            from sagebwd.diagnostics import capture, models, summary, tables
+            from sagebwd.diagnostics import capture, models, tables
             from sagebwd.diagnostics import layers as together
             from sagebwd.diagnostics import trace as study
             from sagebwd.diagnostics.plots import plot_trace
@@ -100,7 +101,7 @@ def trace(
     if output is not None:
         content = {"source": (load or model).name, "text": text and text.name, "tokens": count, "windows": windows}
         content |= {"dtype": dtype, "torch": torch.__version__, "commit": commit()}
-        content |= {"layers": [row.as_dict() for row in shown], "rows": [row.as_dict() for row in rows]}
+        content |= {"layers": list(map(asdict, shown)), "rows": list(map(asdict, rows))}
         write_whole(output, _packed(_rounded(content), output.suffix))
     if plot is not None:
         plot_trace(shown, plot)
@@ -108,7 +109,7 @@ def trace(
     subject = f"{load or model}, {windows if windows > 1 else 'one'} window{'s' * (windows > 1)} of {count} tokens"
     # heads of a layer in order, their mean last
     by_place = sorted(one_by_one + shown, key=lambda row: (row.layer, math.inf if row.head is None else row.head))
-    for table in (*tables.trace(by_place, subject), *summary.tables(rows)):
+    for table in (*tables.trace(by_place, subject), tables.overall(rows)):
         console.print(table)
     for written in (save, output, plot):
         if written is not None:

@@ -92,19 +92,13 @@ class Captured:
                 raise ValueError(f"heads: {head} is not in layer {self.layer}, which has {_listed(self.heads)}")
 
 
-def capture(
-    model: PreTrainedModel,
-    token_ids: Tensor,
-    *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-) -> list[Captured]:
-    """One forward and backward of a model; what chosen layers and heads hand to attention, layer by layer.
+def capture(model: PreTrainedModel, token_ids: Tensor, *, layers: Sequence[int] | None = None) -> list[Captured]:
+    """One forward and backward of a model; what chosen layers hand to attention, layer by layer.
 
-    Args: token_ids (batch, tokens) int64, without padding; layers and heads by index, all for None. Dropout is off.
+    Args: token_ids (batch, tokens) int64, without padding; layers by index, all for None. Dropout is off.
 
     Raises ValueError for token ids of another shape or outside the vocabulary, more tokens than the model has
-    positions or memory allows, a layer or head that is not there, and a model whose attention does not go through
+    positions or memory allows, a layer that is not there, and a model whose attention does not go through
     Transformers' AttentionInterface; NotImplementedError for encoder-decoders, soft-capping, sinks, position biases.
     """
     check_token_ids(token_ids)
@@ -126,7 +120,7 @@ def capture(
             raise
         finally:
             model.train(training)
-        return [_captured(layer, *calls[layer][:-1], do).select(heads) for layer, do in zip(chosen, gradients)]
+        return [_captured(layer, *calls[layer][:-1], do) for layer, do in zip(chosen, gradients)]
 
 
 def _captured(layer: int, q: Tensor, k: Tensor, v: Tensor, settings: dict, do: Tensor) -> Captured:

@@ -1,7 +1,7 @@
 """Rows of `sagebwd.diagnostics.trace` taken together: a head over windows of text, a layer over its heads and windows.
 
 The error of a layer is ||recipe - exact|| / ||exact|| of all its heads together: a head whose queries all read one key
-has gradients near zero, so that a ratio of its own says nothing (`idle`). Windows count alike, by the root mean square
+has gradients near zero, so that a ratio of its own says nothing. Windows count alike, by the root mean square
 of their errors.
 """
 
@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from sagebwd.diagnostics.trace import OUTPUTS, PAIRS, TENSORS, Row, Source
-
-IDLE = 0.01
-"""The share of its layer's dQ below which a head is idle; a ninth of it or so is that of an equal head."""
 
 MEANS = "ds_bound", "ds_peak_to_rms", "first_weight", "first_value", "saturated"
 
@@ -37,14 +34,14 @@ def over_windows(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, window=None) for row in found]
 
 
-def idle(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
-    """Layer and head of those whose dQ, over all windows, is less than `IDLE` of their layer's, and its share."""
-    heads = over_windows([row for row in rows if row.recipe == rows[0].recipe])
-    whole: dict[int, float] = {}
-    for row in heads:
-        whole[row.layer] = math.hypot(whole.get(row.layer, 0.0), row.norm["dq"])
-    shares = {(row.layer, row.head): row.norm["dq"] / whole[row.layer] for row in heads if whole[row.layer]}
-    return {place: share for place, share in shares.items() if share < IDLE}
+def overall(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float]]]:
+    """By recipe and tensor: the root mean square of a layer's error over layers and windows, and the largest."""
+    every = by_window(rows)
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for recipe in dict.fromkeys(row.recipe for row in rows):
+        errors = {name: [row.relative_l2[name] for row in every if row.recipe == recipe] for name in OUTPUTS}
+        found[recipe] = {name: (math.hypot(*own) / math.sqrt(len(own)), max(own)) for name, own in errors.items()}
+    return found
 
 
 def _together(

@@ -1,4 +1,4 @@
-"""Pictures as files small enough for a repository to keep each version of, and the one of `sagebwd trace`."""
+"""The picture of `sagebwd trace`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,9 @@ from sagebwd.environment import write_whole
 from sagebwd.extras import extra
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from sagebwd.diagnostics.trace import Row
 
 ERRORS = {"o": "O", "delta": "delta", "p": "P", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}
-
-
-COLORS = 256
-
-
-def save(figure: Figure, path: Path, dpi: int = 110) -> None:
-    """Write a figure as a PNG of `COLORS` colours, a third of the bytes of matplotlib's own, and close it."""
-    with extra("diagnostics"):
-        import matplotlib.pyplot as plt
-        from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=dpi)
-    plt.close(figure)
-    with Image.open(drawn) as picture:
-        # of the methods the one that keeps a thin line's hue
-        few = picture.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    made = io.BytesIO()
-    few.save(made, format="PNG", optimize=True)
-    write_whole(path, made.getvalue())
 
 
 def plot_trace(layers: Sequence[Row], path: Path) -> None:
@@ -78,4 +56,7 @@ def plot_trace(layers: Sequence[Row], path: Path) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    save(figure, path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    plt.close(figure)
+    write_whole(path, drawn.getvalue())

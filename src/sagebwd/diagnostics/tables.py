@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sagebwd.diagnostics import layers
 from sagebwd.diagnostics.trace import OUTPUTS, PAPER_TABLE_2, TENSORS, Row
 from sagebwd.extras import extra
 
@@ -22,6 +23,19 @@ def trace(rows: Sequence[Row], subject: str) -> list[Table]:
     if any(row.attribution for row in rows):
         tables.append(_attribution(rows))
     return tables
+
+
+def overall(rows: Sequence[Row]) -> Table:
+    """Errors over all layers, of rows of `sagebwd.diagnostics.trace.measure`, of any number of windows."""
+    names = [LABELS[name] for name in OUTPUTS]
+    table = headed(
+        "relative L2 over a layer's norm: root mean square over layers and windows, and the worst of them",
+        "recipe", *names, *(f"worst {name}" for name in names),
+    )  # fmt: skip
+    for recipe, errors in layers.overall(rows).items():
+        columns = [[error[index] for error in errors.values()] for index in (0, 1)]
+        table.add_row(recipe, *(f"{error:.4f}" for column in columns for error in column))
+    return table
 
 
 def _errors(rows: Sequence[Row], subject: str) -> Table:
@@ -68,13 +82,10 @@ def _attribution(rows: Sequence[Row]) -> Table:
     table = headed(title, "layer", "recipe", "product", *(LABELS[name] for name in OUTPUTS))
     for row in rows:
         for source, parts in row.attribution.items():
-            cells = [_share(parts[name].alone, parts[name].without, parts[name].share) for name in OUTPUTS]
+            own = [parts[name] for name in OUTPUTS]
+            cells = [f"{x.share:.0%} ({x.alone:.4f} > {x.without:.4f})" if x.share >= 0.0005 else "0" for x in own]
             table.add_row(where(row), row.recipe, LABELS.get(source, source.upper()), *cells)
     return table
-
-
-def _share(alone: float, without: float, share: float) -> str:
-    return f"{share:.0%} ({alone:.4f} > {without:.4f})" if share >= 0.0005 else "0"
 
 
 def where(row: Row) -> str:

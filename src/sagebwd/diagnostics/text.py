@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lzma
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +12,8 @@ SAMPLE_TEXT = Path(__file__).with_name("sample.txt")
 
 
 def open_text(path: Path) -> TextIO:
-    """A text file for reading; .xz and .zst, which needs zstandard, are unpacked."""
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(f"{path}: a .zst file needs the package zstandard: pip install zstandard") from None
-        return zstandard.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+    """A text file for reading; .xz is unpacked."""
+    return lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8")
 
 
 def read_text(path: str | Path | None) -> str:
@@ -47,10 +38,5 @@ def readable(name: str) -> Iterator[None]:
         raise ValueError(
             f"{name}: not UTF-8 (byte {error.object[error.start]:#04x}); convert it with: iconv -t utf-8"
         ) from None
-    except (lzma.LZMAError, EOFError, *_errors_of_zstandard()) as error:
+    except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{name}: broken or cut-off archive ({error})") from None
-
-
-def _errors_of_zstandard() -> tuple[type[Exception], ...]:
-    known = sys.modules.get("zstandard")
-    return () if known is None else (known.ZstdError,)

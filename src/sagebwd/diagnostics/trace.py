@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -88,10 +88,6 @@ class Row:
     attribution: dict[str, dict[str, Source]] = field(default_factory=dict)
     norm: dict[str, float] = field(default_factory=dict)
     window: int | None = 0
-
-    def as_dict(self) -> dict[str, object]:
-        """The row for JSON."""
-        return asdict(self)
 
 
 def measure(

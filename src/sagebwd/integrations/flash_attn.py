@@ -32,6 +32,7 @@ _WORDS = {
     "query:": "q:", "key:": "k:", "value:": "v:", "query's": "q's", "key's": "k's", "scale=": "softmax_scale=",
     "is_causal=": "causal=", "window=": "window_size=",
 }  # fmt: skip
+_HEADS = ", heads the last but one"
 _USE_INSTEAD = "keep the package flash-attn for this layer"
 
 
@@ -73,7 +74,7 @@ def flash_attn_func(
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs, recipe, impl
     )
-    _check(4, q=q, k=k, v=v)
+    checks.dimensions(4, _HEADS, q=q, k=k, v=v)
     batch, tokens, kv_tokens = q.shape[0], q.shape[1], k.shape[1]
     if not batch == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k, v: batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
@@ -90,30 +91,11 @@ def flash_attn_func(
     return _returned(o.unflatten(0, (batch, tokens)), lse)
 
 
-def _with_options_of(function: Callable) -> Callable:
-    """Sign a function that hands *options and **named to another: its own parameters, then the other's optional ones.
-
-    Without block_table, which flash-attn's packed functions do not have.
-    """
-    parameters = signature(function).parameters.values()
-    options = [x for x in parameters if x.default is not x.empty and x.name != "block_table"]
-
-    def signed(wrapper: Callable) -> Callable:
-        its_own = signature(wrapper)
-        first = [x for x in its_own.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-        wrapper.__signature__ = its_own.replace(parameters=[*first, *options])
-        return wrapper
-
-    return signed
-
-
-@_with_options_of(flash_attn_func)
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: object, **named: object) -> Attended:
     """`flash_attn_func` of keys and values in one tensor, (batch, kv_tokens, 2, kv_heads, head_dim)."""
     return flash_attn_func(q, *_unpacked("kv", kv, 5, 2), *options, **named)
 
 
-@_with_options_of(flash_attn_func)
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: object, **named: object) -> Attended:
     """`flash_attn_func` of queries, keys and values in one tensor, (batch, tokens, 3, heads, head_dim)."""
     return flash_attn_func(*_unpacked("qkv", qkv, 5, 3), *options, **named)
@@ -157,14 +139,13 @@ def flash_attn_varlen_func(
     options = _options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs, recipe, impl
     )
-    _check(3, q=q, k=k, v=v)
+    checks.dimensions(3, _HEADS, q=q, k=k, v=v)
     # Transformers hands over tensors
     longest = (int(x) if isinstance(x, Tensor) else x for x in (max_seqlen_q, max_seqlen_k))
     packed = q, k, v, cu_seqlens_q, cu_seqlens_k, *longest
     return _returned(*_attended(options, deterministic, sage_attention_varlen, *packed))
 
 
-@_with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *options: object, **named: object,
@@ -174,13 +155,23 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, *_unpacked("kv", kv, 4, 2), *places, *options, **named)
 
 
-@_with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: object, **named: object
 ) -> Attended:
     """`flash_attn_varlen_func` of queries, keys and values in one tensor, (total_tokens, 3, heads, head_dim)."""
     places = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(*_unpacked("qkv", qkv, 4, 3), *places, *options, **named)
+
+
+# Signed with all options that they hand on but block_table, which flash-attn's packed functions do not have.
+for _packed, _whole in (
+    (flash_attn_kvpacked_func, flash_attn_func), (flash_attn_qkvpacked_func, flash_attn_func),
+    (flash_attn_varlen_kvpacked_func, flash_attn_varlen_func),
+    (flash_attn_varlen_qkvpacked_func, flash_attn_varlen_func),
+):  # fmt: skip
+    _first = [x for x in signature(_packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    _rest = [x for x in signature(_whole).parameters.values() if x.default is not x.empty and x.name != "block_table"]
+    _packed.__signature__ = signature(_packed).replace(parameters=[*_first, *_rest])
 
 
 def flash_attn_with_kvcache(
@@ -266,16 +257,9 @@ def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
     return None if left == right == -1 else (left, right)
 
 
-def _check(dims: int, **tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        checks.tensor(name, x)
-        if x.dim() != dims:
-            raise ValueError(f"{name}: expected {dims} dimensions, heads the last but one, got shape {tuple(x.shape)}")
-
-
 def _unpacked(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
     """Views of the tensors that lie side by side before heads."""
-    _check(dims, **{name: packed})
+    checks.dimensions(dims, _HEADS, **{name: packed})
     if packed.shape[-3] != parts:
         raise ValueError(f"{name}: expected {parts} tensors before heads, got shape {tuple(packed.shape)}")
     return packed.unbind(-3)

@@ -63,7 +63,7 @@ def sageattn(
             f"tensor_layout: got {got}; accepted: 'HND', 'NHD'. To stand in for scaled_dot_product_attention use "
             "sagebwd.replace_sdpa or sagebwd.sage_attention"
         )
-    _check_4d(q=q, k=k, v=v)
+    checks.dimensions(4, q=q, k=k, v=v)
     swap = tensor_layout == "NHD"
     if swap:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -122,10 +122,3 @@ def _smoothed(recipe: str | Recipe, smooth_k: bool | None) -> Recipe | str:
     if smooth_k is None or (recipe == AUTO and smooth_k):
         return Recipe.parse_or_auto(recipe)
     return Recipe.parse("token" if recipe == AUTO else recipe).replace(smooth_k=smooth_k)
-
-
-def _check_4d(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        checks.tensor(name, tensor)
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions, got shape {tuple(tensor.shape)}")

@@ -68,25 +68,12 @@ class _StandIn:
     def __init__(self, layer: str, tensor: Tensor) -> None:
         self.layer, self.tensor = layer, tensor
 
-    @property
-    def shape(self) -> torch.Size:
-        """The tensor's."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's."""
-        return self.tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The tensor's."""
-        return self.tensor.device
-
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> object:
+        if name in ("shape", "dtype", "device"):
+            return getattr(self.tensor, name)
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(name)
+        return self._refuse(name)
 
     @classmethod
     def __torch_function__(

@@ -47,14 +47,10 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
 def settings_of(module: nn.Module) -> dict[str, object]:
     """`settings` of an attention layer."""
     config = getattr(module, "config", None)
-    # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
-    return settings(config, getattr(module, "layer_idx", None) if has_layers(config) else None)
-
-
-def has_layers(config: object) -> bool:
-    """Whether ``config.sagebwd`` has settings of some layers, so that `settings` needs to know which one it is."""
     given = getattr(config, NAME, None)
-    return isinstance(given, dict) and bool(given.get("layers"))
+    has_layers = isinstance(given, dict) and bool(given.get("layers"))
+    # read in vain it would be guarded: a layer that is compiled by itself could not stand for all
+    return settings(config, getattr(module, "layer_idx", None) if has_layers else None)
 
 
 def fuse_of(config: object) -> bool | None:

@@ -28,7 +28,7 @@ def decode(
     Args: query, key, value and sinks as of `sage_attention`; visible (batch, 1, tokens or 1, kv_tokens), True where a
     query sees a key, or added to scores.
     """
-    _warn()
+    say("attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention")
     if not torch.compiler.is_compiling():
         counts.counts[f"{counts.TORCH} with a KV cache"] += 1
     visible = None if visible is None else visible.to(query.device)
@@ -37,14 +37,6 @@ def decode(
     else:
         out = _beside_sinks(query, key, value, visible, scale, sinks)
     return out.transpose(1, 2).contiguous()
-
-
-@torch.compiler.assume_constant_result  # a trace warns once and goes on
-def _warn() -> None:
-    warnings.warn(
-        "attn_implementation='sagebwd': decoding with a KV cache runs on torch's scaled_dot_product_attention",
-        stacklevel=5,
-    )
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -53,12 +53,3 @@ class Band:
         if self.upper is not None:
             visible &= distance <= self.upper
         return visible
-
-    def pairs(self, tokens_q: int, tokens_k: int) -> int:
-        """How many (query, key) pairs the band holds."""
-        queries = torch.arange(tokens_q)
-        start = torch.zeros_like(queries) if self.lower is None else (queries + self.lower).clamp(min=0)
-        stop = torch.full_like(queries, tokens_k)
-        if self.upper is not None:
-            stop = (queries + self.upper + 1).clamp(max=tokens_k)
-        return int((stop - start).clamp(min=0).sum())

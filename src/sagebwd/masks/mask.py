@@ -11,7 +11,6 @@ bias of zeros) needs no elements.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
@@ -59,7 +58,7 @@ class Mask:
     ) -> None:  # fmt: skip
         self.elements, self.tiles, self.blocks, self.keys = elements, tiles, blocks, keys
         self.parts, self.queries = parts, queries
-        self.tree: tuple[list[Any], _Origin] | None = None  # as pytree code has it
+        self.tree: tuple[list[Any], Mask] | None = None  # as pytree code has it
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -130,8 +129,8 @@ class Mask:
             raise TypeError(f"block_mask[{rows!r}]: expected a slice of the batch, as block_mask[2:4]")
         if self.shape[0] == 1:
             return self
-        leaves, origin = _flattened(self)
-        return _rebuilt([x[rows] for x in leaves], origin)
+        leaves, mask = _flattened(self)
+        return _rebuilt([x[rows] for x in leaves], mask)
 
     def kept(self) -> Mask:
         """The same with parts, for tensors that nobody writes to."""
@@ -143,10 +142,6 @@ class Mask:
         """Order the current stream behind the making of a mask that was `kept`."""
         if self.parts is not None:
             self.parts.arrive()
-
-    def __deepcopy__(self, memo: dict) -> Mask:
-        self.arrive()
-        return self.with_tensors(*copy.deepcopy(self.tensors, memo)).kept()
 
     def __reduce__(self) -> tuple:
         self.arrive()
@@ -173,45 +168,28 @@ def _loaded(elements: Tensor, tiles: Tensor | None, blocks: Tensor, keys: Tensor
     return Mask(elements, tiles, blocks, keys, queries=queries).kept()
 
 
-class _Origin:
-    """The mask that pytree code took apart: of which parts have stored tiles and queries, and which is a leaf of its
-    own where it stands for the whole batch. Equal where the mask is the same object, as specifications of trees are
-    compared."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Origin) and other.mask is self.mask
-
-    def __hash__(self) -> int:
-        return id(self.mask)
-
-
-def _leaves(mask: Mask, origin: _Origin) -> list[Any]:
-    """The tensors that begin with batch elements, or where there is one for all the mask itself."""
+def _leaves(mask: Mask) -> list[Any]:
+    """The tensors that begin with batch elements; where there is one for all, its parts: a leaf that is no tensor."""
     lists = mask.elements if mask.tiles is None else mask.tiles
-    return [lists, mask.blocks, mask.keys] if lists.shape[0] > 1 else [origin]
+    return [lists, mask.blocks, mask.keys] if lists.shape[0] > 1 else [mask.parts]
 
 
-def _flattened(mask: Mask) -> tuple[list[Any], _Origin]:
-    if mask.tree is not None:
-        return mask.tree
-    origin = _Origin(mask)
-    return _leaves(mask, origin), origin
+def _flattened(mask: Mask) -> tuple[list[Any], Mask]:
+    """Its leaves, and the mask that pytree code took apart first: of which parts have stored tiles and queries."""
+    return (_leaves(mask), mask) if mask.tree is None else mask.tree
 
 
-def _rebuilt(leaves: Iterable[Any], origin: _Origin) -> Mask:
+def _rebuilt(leaves: Iterable[Any], mask: Mask) -> Mask:
     """The mask of other leaves, which need be no tensors: a tree of settings has the form of the tree that it is for.
     Of the same leaves it is the mask itself."""
-    mask, leaves = origin.mask, list(leaves)
-    if leaves == [origin] or all(x is y for x, y in zip(leaves, _leaves(mask, origin), strict=True)):
+    leaves = list(leaves)
+    if all(x is y for x, y in zip(leaves, _leaves(mask), strict=True)):
         return mask
     mask.arrive()  # leaves that are parts of its tensors are behind their making
     lists, blocks, keys = leaves if len(leaves) == 3 else (None,) * 3
     places = (lists, None) if mask.tiles is None else (mask.elements, lists)
     rebuilt = mask.with_tensors(*places, blocks, keys, Parts())
-    rebuilt.tree = leaves, origin
+    rebuilt.tree = leaves, mask
     return rebuilt
 
 

@@ -7,12 +7,12 @@ until tiles are more than `TILES`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sagebwd.masks.eval_mask_mod import at_pairs
 from sagebwd.masks.mask import BLOCK, HIDES_ALL, MASKED, SHOWS_ALL, SKIP, TILE, WHOLE, Mask
 
 if TYPE_CHECKING:
@@ -78,11 +78,29 @@ def _ask(block_mask: BlockMask, given: Tensor, places: Tensor, seen: Tensor) -> 
     # of blocks that hold whole tiles a tile's first pair tells
     at = [x[:, :1, :1] if size % TILE == 0 else x for x, size in zip(pairs[2:], sizes)]
     state = given[batch, head, at[0] // sizes[0], at[1] // sizes[1]]
-    asked = torch.logical_and(state == MASKED, at_pairs(block_mask.mask_mod, *pairs))
+    asked = torch.logical_and(state == MASKED, _asked(block_mask.mask_mod, *pairs))
     torch.logical_or(state == WHOLE, asked, out=seen)
     for x, n in zip((q, k), tokens):
         if n % TILE:
             seen &= x < n
+
+
+def _asked(mask_mod: Callable[..., Tensor], batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """mask_mod of every pair of some tiles, (count, TILE, TILE): a function of four scalars, which vmap hands it.
+
+    Args: int64; batch and head (count, 1, 1), q (count, TILE, 1), k (count, 1, TILE), each a token more than before
+    until the last, which may be there several times.
+    """
+    from torch.nn.attention.flex_attention import create_mask
+
+    # one tensor a tile, since vmap takes 2 ms of the host for each that is indexed: its first and last query and key
+    tiles = torch.stack([x[:, 0, 0] for x in (batch, head, q, q[:, -1:], k, k[:, :, -1:])], 1)
+
+    def of_tile(number: Tensor, _: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        batch, head, first_q, last_q, first_k, last_k = tiles[number].unbind(0)
+        return mask_mod(batch, head, torch.minimum(first_q + row, last_q), torch.minimum(first_k + column, last_k))
+
+    return create_mask(of_tile, len(q), 1, q.shape[1], k.shape[2], q.device)[:, 0]
 
 
 def _given(block_mask: BlockMask) -> Tensor:

@@ -312,10 +312,6 @@ def _logical(name: str) -> Callable[..., Symbol]:
     return lambda tracer, a, b: tracer.note(name, torch.bool, (a, b), torch.bool)
 
 
-def _not(tracer: _Tracer, x: Any) -> Symbol:
-    return tracer.note("invert", torch.bool, (x,), torch.bool)
-
-
 def _of_integers(name: str) -> Callable[..., Symbol]:
     def noted(tracer: _Tracer, x: Symbol) -> Symbol:
         if x.dtype not in (SIGNED if name != "invert" else (torch.bool, *SIGNED)):
@@ -362,7 +358,8 @@ def _new(number: int | None) -> Callable[..., Symbol]:
 
 
 _SPECIAL: dict[str, Callable[..., Symbol]] = {
-    "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"), "logical_not": _not,
+    "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
+    "logical_not": lambda tracer, x: tracer.note("invert", torch.bool, (x,), torch.bool),
     "invert": _of_integers("invert"), "neg": _of_integers("neg"), "abs": _of_integers("abs"), "where": _where,
     "to": _to, "type": _to, "bool": lambda tracer, x: _to(tracer, x, torch.bool),
     "int": lambda tracer, x: _to(tracer, x, torch.int32), "long": lambda tracer, x: _to(tracer, x, torch.int64),

@@ -8,6 +8,7 @@ from torch import Tensor
 from sagebwd import checks
 from sagebwd.call import Prologue
 from sagebwd.dispatch import check_known
+from sagebwd.kernels.capabilities import REFERENCE_DTYPES
 from sagebwd.norm_rope.composed import INTERLEAVED, ROPES
 
 _LAYOUTS = "(batch, heads, tokens, head_dim), or packed (total_tokens, heads, head_dim)"
@@ -52,18 +53,15 @@ def prologue_of(
 
 def _check_rows(query: Tensor, key: Tensor) -> None:
     for name, x in (("query", query), ("key", key)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        checks.tensor(name, x)
         if x.is_nested:
             raise NotImplementedError(f"{name}: nested tensors are not supported; give values(), packed")
         checks.strided(name, x)
         if x.dim() not in (3, 4) or x.dim() != query.dim():
             raise ValueError(f"{name}: expected {_LAYOUTS}, the same of query and key, got shape {tuple(x.shape)}")
         if x.dtype not in checks.REFERENCE_DTYPES:
-            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in checks.REFERENCE_DTYPES)
-            raise TypeError(f"{name}: dtype {x.dtype} is not supported; accepted: {accepted}")
-        if x.device != query.device:
-            raise ValueError(f"{name}: device {x.device} differs from query's {query.device}")
+            raise TypeError(f"{name}: dtype {x.dtype} is not supported; accepted: {', '.join(REFERENCE_DTYPES)}")
+        checks.same_device(name, x, query.device)
         if x.shape[-1] == 0 or x.shape[-1] != query.shape[-1]:
             raise ValueError(
                 f"{name}: head_dim {x.shape[-1]} is not supported beside query's {query.shape[-1]}; accepted: equal, "
@@ -89,12 +87,10 @@ def _check_norm(query: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
 
 
 def _check_floats(name: str, x: Tensor, query: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    checks.tensor(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: dtype {x.dtype} is not supported; accepted: floating point")
-    if x.device != query.device:
-        raise ValueError(f"{name}: device {x.device} differs from query's {query.device}")
+    checks.same_device(name, x, query.device)
 
 
 def _check_tables(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, position_ids: Positions) -> None:
@@ -124,8 +120,7 @@ def _check_places(name: str, x: Tensor, cos: Tensor, ids: Tensor | None) -> None
     if ids is not None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"position_ids: expected a tensor of int64 or int32, or a pair, got {ids!r}")
-        if ids.device != x.device:
-            raise ValueError(f"position_ids: device {ids.device} differs from {name}'s {x.device}")
+        checks.same_device("position_ids", ids, x.device, f"{name}'s")
         if cos.dim() != 2:
             raise ValueError(
                 f"cos: expected (positions, R) beside position_ids, got shape {tuple(cos.shape)}; give either"

@@ -3,57 +3,41 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sagebwd.call import Prologue
 from sagebwd.derivatives import once_differentiable, savable
 from sagebwd.kernels.runtime.device import device_of
 
 _AS_IT_IS = nullcontext()
-
-
-class Tensors(NamedTuple):
-    """What autograd sees of a call, in the order in which it is given them and gives gradients back.
-
-    The last six are those of a `Prologue`.
-    """
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    sinks: Tensor | None
-    key_mask: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    q_cos: Tensor | None = None
-    q_sin: Tensor | None = None
-    k_cos: Tensor | None = None
-    k_sin: Tensor | None = None
+# Arguments of `SageAttention` before those of the prologue.
+_OWN = 11
 
 
 class SageAttention(torch.autograd.Function):
-    """A plan and its derivative, by whose name profilers call them; before: what a `Prologue` has beside tensors."""
+    """A plan and its derivative, by whose name profilers call them.
+
+    before, of_prologue: the fields of a `Prologue`, but for tensors and these.
+    """
 
     @staticmethod
-    def forward(ctx, plan, mask, with_lse, before, *tensors):
+    def forward(
+        ctx, plan, mask, with_lse, before, q, k, v, sinks, key_mask, cu_seqlens_q, cu_seqlens_k, *of_prologue
+    ):  # fmt: skip
         """`Plan.forward`; o alone but ``with_lse``: autograd wraps every output, and again when it is unpacked."""
-        x = Tensors(*tensors)
-        offsets, prologue = (x.cu_seqlens_q, x.cu_seqlens_k), Prologue(*before, *tensors[7:]) if before else None
-        with device_of(x.q):
-            outputs = plan.forward(x.q, x.k, x.v, x.sinks, x.key_mask, mask, *offsets, prologue, True)
+        prologue = Prologue(*before, *of_prologue) if before else None
+        with device_of(q):
+            outputs = plan.forward(q, k, v, sinks, key_mask, mask, cu_seqlens_q, cu_seqlens_k, prologue, True)
         keep_q, keep_k = plan.keeps
-        ctx.plan, ctx.before, ctx.sinks_dtype = plan, before, None if x.sinks is None else x.sinks.dtype
+        ctx.plan, ctx.before, ctx.sinks_dtype = plan, before, None if sinks is None else sinks.dtype
         # a mask that the user has read stays as it is; of others autograd watches what backward reads for writes
         ctx.mask, watched = (mask, ()) if mask is None or mask.is_kept else mask.without_watched()
         ctx.set_materialize_grads(False)
-        rows = x.q if keep_q else None, x.k if keep_k else None, x.v
+        rows = q if keep_q else None, k if keep_k else None, v
         # in the operator's order, which may compute a checkpoint's forward again
-        ctx.save_for_backward(*savable(*rows, *outputs, *tensors[4:], *watched))
+        masks = key_mask, cu_seqlens_q, cu_seqlens_k
+        ctx.save_for_backward(*savable(*rows, *outputs, *masks, *of_prologue, *watched))
         if not with_lse:
             return outputs[0]
         ctx.mark_non_differentiable(outputs[2])
@@ -64,26 +48,19 @@ class SageAttention(torch.autograd.Function):
         """`Plan.backward`."""
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        q, k, v, o, lse, workspace, *rest = ctx.saved_tensors
-        count = len(ctx.needs_input_grad) - 4
-        x, watched = Tensors(q, k, v, None, *rest[: count - 4]), rest[count - 4 :]
+        q, k, v, o, lse, workspace, key_mask, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
+        count = len(ctx.needs_input_grad) - _OWN
+        of_prologue, watched = rest[:count], rest[count:]
         mask = ctx.mask.with_watched(watched) if watched and watched[0] is not None else ctx.mask
         do = torch.zeros_like(o) if do is None else do
-        prologue = Prologue(*ctx.before, *x[7:]) if ctx.before else None
+        prologue = Prologue(*ctx.before, *of_prologue) if ctx.before else None
         create_graph = torch.is_grad_enabled()
-        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(x.v):
-            masks = x.key_mask, mask, x.cu_seqlens_q, x.cu_seqlens_k
-            found = ctx.plan.backward(do, dlse, x.q, x.k, x.v, o, lse, workspace, *masks, prologue)
-        dq, dk, dv, *weights, dsinks = found
-        gradients = Tensors(dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[7] else None)
-        if weights:
-            gradients = gradients._replace(
-                q_weight=_like(weights[0], x.q_weight), k_weight=_like(weights[1], x.k_weight)
-            )
+        with torch.no_grad() if create_graph else _AS_IT_IS, device_of(v):
+            masks = key_mask, mask, cu_seqlens_q, cu_seqlens_k
+            dq, dk, dv, *of_weights, dsinks = ctx.plan.backward(do, dlse, q, k, v, o, lse, workspace, *masks, prologue)
+        dsinks = dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[7] else None
+        of_weights = [None if weight is None else x.to(weight.dtype) for x, weight in zip(of_weights, of_prologue)]
+        gradients = [dq, dk, dv, dsinks, None, None, None, *of_weights, *(None,) * (count - len(of_weights))]
         if create_graph:
             gradients = once_differentiable((o, do, dlse), gradients)
-        return None, None, None, None, *gradients[:count]
-
-
-def _like(gradient: Tensor | None, weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else gradient.to(weight.dtype)
+        return None, None, None, None, *gradients

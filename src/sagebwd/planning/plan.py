@@ -296,7 +296,7 @@ class Plan:
             o = empty_like_rows(q, v.shape[-1]).zero_()
             return o, torch.full(tokens, float("-inf"), dtype=dtype, device=q.device)
         with _without_autocast(q.device):
-            saved = dispatch.forward(self.choice, call, q, k, v)
+            saved = dispatch.module_of(self.choice.forward.module).forward(call, q, k, v)
         mean = saved.k_mean if self.call.recipe.smooth_k else None
         self.k_mean(workspace).copy_(saved.k_mean)
         if self.call.max_logits:
@@ -318,7 +318,7 @@ class Plan:
             gradients = (x.zero_() for x in empty_gradients(call.head_dim, o, v))
             return *gradients, None if saved.weight is None else saved.weight.new_zeros(call.queries.heads)
         with _without_autocast(v.device):
-            dq, dk, dv = dispatch.backward(self.choice, call, saved, do, dlse, q, k, v)
+            dq, dk, dv = dispatch.module_of(self.choice.backward.module).backward(call, saved, do, dlse, q, k, v)
         if saved.weight is None:
             return dq, dk, dv, None
         mean = saved.k_mean if call.recipe.smooth_k else None

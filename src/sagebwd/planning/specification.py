@@ -111,11 +111,3 @@ def laid_out(kind: Hashable | None, tensors: tuple[Tensor | None, ...]) -> Hasha
             return None
         spec += x.stride(), x.data_ptr() % TAKEN
     return tuple(spec)
-
-
-def spec_of(
-    tensors: tuple[Tensor | None, ...], mask: Mask | TracedBlockMask | None, recipe: str | Recipe,
-    window: tuple[int, int] | None, *settings: Hashable,
-) -> Hashable | None:  # fmt: skip
-    """A call's specification, or None, by one function; arguments as of `kind_of`."""
-    return laid_out(kind_of(tensors, mask, recipe, window, settings), tensors)

@@ -25,6 +25,7 @@ from torch import Tensor
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask, shown
+from sagebwd.numerics import rounded_up
 from sagebwd.recipe import FP8, INT8, SIXTEEN_BIT, Recipe
 from sagebwd.reference.float8 import Float8Operands, least_do
 from sagebwd.reference.quantize import pad_tokens, quantize, quantize_tokens, smooth
@@ -129,9 +130,9 @@ class Emulator:
         per_row = max(1, math.prod(self.q.shape[:3]) * self.tokens_k)
         rows = block_q * max(1, budget // (per_row * block_q))
         for start in range(0, self.tokens_q, rows):
-            stop = min(start + rows, _round_up(self.tokens_q, block_q))
+            stop = min(start + rows, rounded_up(self.tokens_q, block_q))
             first, last = self.band.keys(start, min(stop, self.tokens_q), self.tokens_k)
-            first, last = first // block_k * block_k, _round_up(last, block_k)
+            first, last = first // block_k * block_k, rounded_up(last, block_k)
             yield slice(start, stop), slice(first, last)
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
@@ -437,7 +438,3 @@ def _zero_invalid(x: Tensor, valid: Tensor | None) -> Tensor:
 def _finite(x: Tensor) -> Tensor:
     """x with -inf, the maximum of a row that sees nothing, replaced by 0; NaN and +inf stay."""
     return x.masked_fill(x == -math.inf, 0)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

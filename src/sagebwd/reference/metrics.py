@@ -1,4 +1,4 @@
-"""How far one tensor is from another, in FP64, and how large logits are: the only home of these formulas."""
+"""How far one tensor is from another, in FP64: the only home of these formulas."""
 
 from __future__ import annotations
 
@@ -16,23 +16,6 @@ def cosine(actual: Tensor, expected: Tensor) -> float:
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
     """||actual - expected|| / ||expected||; 0 if both are zero, infinite if only ``expected`` is."""
     return Comparison.of(actual, expected).relative_l2()
-
-
-def rms(x: Tensor) -> float:
-    """Root of the mean square."""
-    return math.sqrt(_flat(x).square().mean().item()) if x.numel() else 0.0
-
-
-@torch.no_grad()
-def largest_logit(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> float:
-    """The largest |scale q . k| over visible pairs, for logging; memory is that of one head's scores.
-
-    Args: query (batch, heads, tokens, head_dim), key (batch, kv_heads, kv_tokens, head_dim).
-    """
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = (q.float() @ k.float().mT for q, k in zip(query.flatten(0, 1), key.flatten(0, 1)))
-    largest = max((s.tril() if is_causal else s).abs().max().item() for s in scores)
-    return largest * abs(query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 class Comparison:

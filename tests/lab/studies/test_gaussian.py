@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.conformance import rms
 from lab.studies.gaussian import BIAS_AND_SINK, PAPER_TABLE_1, draw, measure, with_sinks
-from sagebwd.reference.metrics import rms
 
 pytestmark = pytest.mark.rounding
 

@@ -1,4 +1,4 @@
-"""What a trace says of a whole model: recipes over all layers, heads by the weight of the first key, idle heads."""
+"""What a trace says of a whole model beside its errors: heads by the weight of the first key, idle heads, shares."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
+from rich.table import Table
+
 from sagebwd.diagnostics import layers
 from sagebwd.diagnostics.tables import LABELS, headed, where
 from sagebwd.diagnostics.trace import OUTPUTS, Row
-from sagebwd.extras import extra
 
-with extra("diagnostics"):
-    from rich.table import Table
-
+IDLE = 0.01
+"""The share of its layer's dQ below which a head is idle; a ninth of it or so is that of an equal head."""
 WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 """Bounds of the first key's mean weight between which heads are taken together."""
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """Of rows of `sagebwd.diagnostics.trace.measure`, of any number of windows."""
-    apart = layers.idle(rows)
-    found = [_overall(rows), _by_weight(rows, apart)]
+    apart = idle(rows)
+    found = [_by_weight(rows, apart)]
     found += [_idle(rows, apart)] if apart else []
     return found + ([_shares(rows)] if any(row.attribution for row in rows) else [])
 
 
-def overall(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By recipe and tensor: the root mean square of a layer's error over layers and windows, and the largest."""
-    every = layers.by_window(rows)
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for recipe in dict.fromkeys(row.recipe for row in rows):
-        errors = {name: [row.relative_l2[name] for row in every if row.recipe == recipe] for name in OUTPUTS}
-        found[recipe] = {name: (math.hypot(*own) / math.sqrt(len(own)), max(own)) for name, own in errors.items()}
-    return found
+def idle(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
+    """Layer and head of those whose dQ, over all windows, is less than `IDLE` of their layer's, and its share."""
+    heads = layers.over_windows([row for row in rows if row.recipe == rows[0].recipe])
+    whole: dict[int, float] = {}
+    for row in heads:
+        whole[row.layer] = math.hypot(whole.get(row.layer, 0.0), row.norm["dq"])
+    shares = {(row.layer, row.head): row.norm["dq"] / whole[row.layer] for row in heads if whole[row.layer]}
+    return {place: share for place, share in shares.items() if share < IDLE}
 
 
 def by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> dict[tuple[str, float], list[Row]]:
@@ -67,18 +67,6 @@ def _shares(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _overall(rows: Sequence[Row]) -> Table:
-    names = [LABELS[name] for name in OUTPUTS]
-    table = headed(
-        "relative L2 over a layer's norm: root mean square over layers and windows, and the worst of them",
-        "recipe", *names, *(f"worst {name}" for name in names),
-    )  # fmt: skip
-    for recipe, errors in overall(rows).items():
-        columns = [[error[index] for error in errors.values()] for index in (0, 1)]
-        table.add_row(recipe, *(f"{error:.4f}" for column in columns for error in column))
-    return table
-
-
 def _by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Table:
     names = [LABELS[name] for name in OUTPUTS]
     table = headed(
@@ -97,7 +85,7 @@ def _by_weight(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Tabl
 
 
 def _idle(rows: Sequence[Row], apart: dict[tuple[int, int], float]) -> Table:
-    title = f"idle heads, whose dQ is below {layers.IDLE:g} of their layer's: their own relative L2"
+    title = f"idle heads, whose dQ is below {IDLE:g} of their layer's: their own relative L2"
     names = [LABELS[name] for name in OUTPUTS]
     table = headed(
         title, "layer", "recipe", "share of dQ", "weight of the first key", "heaviest key", "its weight", *names
