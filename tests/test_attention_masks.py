@@ -38,16 +38,6 @@ def test_full_precision_is_torchs(kind, band):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kind", ["bool-all", "bias-heads", "bool-matrix"])
-def test_is_scaled_dot_product_attention(kind):
-    leaves, do = inputs()
-    mask = draw_mask(kind, SHAPE, torch.float64, 3)
-    mask = mask if mask.dtype == torch.bool else mask.clamp(min=-1e4)
-    expected = outcome(F.scaled_dot_product_attention, leaves, do, attn_mask=mask, enable_gqa=True)
-    found = outcome(sage_attention, leaves, do, attn_mask=mask, enable_gqa=True, recipe="full")
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize(("before", "mask_before"), [
     ((), ()), ((3,), ()), ((3,), (3,)), ((3,), (1,)), ((2, 3), (3,)), ((2, 3), ()), ((2, 2, 3), (2, 1)),
     ((2, 2, 3), (3,)), ((2, 2, 3), (2, 2, 3)),
@@ -167,17 +157,6 @@ def test_compiles_without_a_break(kind):
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_block_mask_in_a_graph():
-    """Of another mask of its kind the graph gives that one's results."""
-    leaves, _ = inputs(dtype=torch.float32)
-    torch._dynamo.reset()
-    attend = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
-    for name in ("sinks", "document"):
-        mask = draw_mask(name, SHAPE, torch.float32, 0)
-        expected = sage_attention(*leaves, block_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(attend(*leaves, block_mask=mask, enable_gqa=True), expected)
-
-
 BLOCK_MASK = create_block_mask(lambda b, h, i, j: j <= i, None, None, 70, 90, device="cpu")
 REFUSED = {
     "dtype": (TypeError, "int64", {"attn_mask": torch.ones(70, 90, dtype=torch.int64)}),
@@ -209,17 +188,6 @@ def test_what_is_refused(name):
     leaves, _ = inputs(dtype=torch.float32)
     with pytest.raises(kind, match=message):
         sage_attention(*leaves, **arguments, enable_gqa=True)
-
-
-@pytest.mark.parametrize("recipe", ["mixed"])
-def test_kernels_refuse_recipes_with_fp8_gradients(recipe):
-    pytest.importorskip("triton")
-    leaves, _ = inputs(dtype=torch.bfloat16)
-    if torch.cuda.is_available():
-        leaves = [x.detach().cuda() for x in leaves]
-    mask = torch.ones(70, 90, dtype=torch.bool, device=leaves[0].device).tril()
-    with pytest.raises(NotImplementedError, match=f"recipe '{recipe}' has dv=fp8"):
-        sage_attention(*leaves, mask, enable_gqa=True, recipe=recipe, impl="triton")
 
 
 @pytest.mark.parametrize("recipe", ["auto", "full", "token"])
