@@ -1,16 +1,12 @@
 """dP in INT8: what its steps cancel, in every form of a call; who runs it; how good it is."""
 
-import itertools
 import math
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from sagebwd import dispatch, sage_attention
-from sagebwd.call import Ask
-from sagebwd.masks.kinds import FULL, MASK
-from sagebwd.recipe import RECIPES, Recipe
+from sagebwd import sage_attention
 from sagebwd.reference import emulator
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import outcome
@@ -111,29 +107,6 @@ def test_a_gradient_of_lse_costs_other_queries_nothing():
     found, wanted = gradient("mixed(dp=int8)"), gradient("full")
     for rows in (slice(1, 30), slice(30, 31), slice(31, 64)):
         assert relative_l2(found[:, :, rows], wanted[:, :, rows]) < 0.08
-
-
-@pytest.mark.parametrize("kind", [FULL, MASK])
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("name", RECIPES)
-def test_who_runs_a_call_with_dp_in_16_bits_runs_it(name, arch, kind, monkeypatch):
-    """But Hopper's kernels."""
-    monkeypatch.setattr(dispatch, "missing", lambda row: None)
-
-    def who(ask):
-        try:
-            return dispatch._choose.__wrapped__(ask, arch, False).name
-        except NotImplementedError as error:
-            return str(error).replace("dp=int8, ", "").replace("(dp=int8)", "")
-
-    recipe = Recipe.named(name)
-    for dims, impl in itertools.product(((64, 64), (96, 72), (128, 128), (192, 128), (256, 256)), (None, "triton")):
-        ask = Ask(recipe, *dims, torch.bfloat16, torch.device("cuda"), kind, impl)
-        if (name, arch, impl) == ("mixed", 90, None):
-            with pytest.raises(NotImplementedError, match=r"dp=int8, .*name 'mixed', .*or 'token\(dp=int8\)'"):
-                dispatch._choose.__wrapped__(ask._replace(recipe=recipe.replace(dp="int8")), arch, False)
-            continue
-        assert who(ask._replace(recipe=recipe.replace(dp="int8"))) == who(ask)
 
 
 @pytest.mark.parametrize("recipe", ["mixed(dp=int8)", "token(dp=int8)"])

@@ -10,7 +10,6 @@ import torch
 from sagebwd import dispatch, sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
-from sagebwd.masks.kinds import MASK
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
@@ -153,40 +152,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         nvrtc._library.__wrapped__()
 
 
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "name"),
-    [
-        (80, 128, "mma_sync/mma_sync"), (86, 96, "mma_sync/mma_sync"), (89, 64, "mma_sync/triton"),
-        (89, 192, "triton/triton"), (120, 128, "mma_sync/mma_sync"), (100, 128, "triton/triton"),
-    ],
-)  # fmt: skip
-def test_who_runs_token(arch, head_dim, name, monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    ask = Ask(Recipe.named("token"), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
-    assert dispatch._choose.__wrapped__(ask, arch, False).name == name
-
-
 INT8_DP = "token(dp=int8)"
-
-
-@pytest.mark.parametrize("arch", [80, 86, 89, 120])
-@pytest.mark.parametrize("head_dim", [65, 96, 128])
-def test_who_runs_an_int8_dp(arch, head_dim, monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    ask = Ask(Recipe.parse(INT8_DP), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
-    assert dispatch._choose.__wrapped__(ask, arch, False).name == "mma_sync/mma_sync"
-    assert dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 90, False).name == "mma_sync/mma_sync"
-    assert dispatch._choose.__wrapped__(ask, 90, False).name == "triton/triton"
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [({"head_dim": 64, "value_dim": 64}, "mma_sync/triton"), ({"kind": MASK}, "mma_sync/mma_sync")],
-)
-def test_who_runs_an_int8_dp_that_these_kernels_lack(changes, name, monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    ask = Ask(Recipe.parse(INT8_DP), 128, 128, torch.bfloat16, torch.device("cuda"))._replace(**changes)
-    assert dispatch._choose.__wrapped__(ask, 89, False).name == name
 
 
 def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
@@ -195,12 +161,6 @@ def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
     assert dispatch._choose.__wrapped__(ask, 89, False).name == "triton/triton"
     with pytest.raises(NotImplementedError, match="NVRTC is not found"):
         dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 89, False)
-
-
-def test_a_cpu_is_refused():
-    x = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got cpu"):
-        sage_attention(x, x, x, recipe="token", impl="mma_sync")
 
 
 class Recorder:
