@@ -437,14 +437,6 @@ def test_refused(arguments, message):
         integration.attention(module, *inputs, **({"attention_mask": None} | arguments))
 
 
-def test_attention_dropout_in_a_config_is_refused_when_it_trains():
-    model = build("llama", "token", attention_dropout=0.1)
-    with torch.no_grad():
-        model.eval()(input_ids=tokens(1, 8))
-    with pytest.raises(NotImplementedError, match="attention dropout"):
-        model.train()(input_ids=tokens(1, 8))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_model_compiles_on_a_gpu(name):
