@@ -251,10 +251,6 @@ BETWEEN = {
         "does more to queries or keys than norm and rotary embedding: rmul",
         lambda self, *given: change(*rotated(*given), lambda x: 2 * x),
     ),
-    "scales it by a tensor": (
-        "does more to queries or keys .*: mul",
-        lambda self, *given: change(*rotated(*given), lambda x: torch.ones(x.shape[2], 1) * x),
-    ),
     "casts": (
         "does more to queries or keys .*: float",
         lambda self, *given: change(*rotated(*given), of_k=lambda x: x.float()),
@@ -262,10 +258,6 @@ BETWEEN = {
     "cuts": (
         "does more to queries or keys .*: getitem",
         lambda self, *given: change(*rotated(*given), lambda x: x[..., :8]),
-    ),
-    "joins": (
-        "does more to queries or keys .*: cat",
-        lambda self, *given: change(*rotated(*given), lambda x: torch.cat((x, x), -1)),
     ),
     "transposes": (
         "transposes channels, or rows that are rotated",
@@ -278,10 +270,6 @@ BETWEEN = {
     "rotates by other angles": (
         "does more to cos or sin .*: neg",
         lambda self, q, k, v, cos, sin: rotated(q, k, v, cos, -sin),
-    ),
-    "rotates a part by itself": (
-        "does more to cos or sin .*: getitem",
-        lambda self, q, k, v, cos, sin: rotated(q, k, v, cos[..., :8], sin[..., :8]),
     ),
     "rotates otherwise": (
         "does more to cos or sin .*: unsqueeze",

@@ -256,18 +256,14 @@ FIRST_16 = {
     "16-64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True, dtype=torch.float16),
     "16-narrow": AttentionCase(tokens_q=70, tokens_k=70, heads=1, head_dim=80, value_dim=72, is_causal=True),
 }
-for _case in FIRST_16.values():
-    _case.recipe = "token(first_keys=16)"
 CALLS |= FIRST_16
 
 # Of a CPU, whose threads of CUDA are fibers: a second or two each.
 SMALL = {
     "full": AttentionCase(tokens_q=70, tokens_k=140, heads=1, head_dim=128),
     "causal-grouped": AttentionCase(tokens_q=150, tokens_k=150, head_dim=128, is_causal=True),
-    "window": AttentionCase(tokens_q=200, tokens_k=180, heads=1, head_dim=128, window=(70, 20)),
     "window-beyond-keys": AttentionCase(tokens_q=200, tokens_k=40, heads=1, head_dim=128, window=(10, 0)),
     "window-without-end": AttentionCase(tokens_q=130, tokens_k=140, heads=1, head_dim=128, window=(2**31 - 1, 5)),
-    "packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
     "packed-causal": AttentionCase(lengths_q=[130, 1], lengths_k=[130, 1], head_dim=128, is_causal=True),
     "holes": AttentionCase(batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True),
     "sink": AttentionCase(tokens_q=130, tokens_k=130, heads=1, head_dim=128, sink=12),
@@ -311,14 +307,14 @@ def test_on_a_cpu_the_kernels_are_the_recipe(name, emulated):
 @pytest.mark.parametrize("emulated", [pytest.param(80, id="three stages")], indirect=True)
 def test_on_a_cpu_three_stages_are_the_recipe(emulated):
     """Six blocks of keys, so that each stage is written twice; at 64, where other cards have two stages."""
-    case = AttentionCase(recipe="token(first_keys=16)", tokens_q=70, tokens_k=650, heads=1, head_dim=64)
+    case = AttentionCase(tokens_q=70, tokens_k=650, heads=1, head_dim=64)
     case.check("mma_sync")
     (asked,) = (dict(x.macros) for x in emulated if x.name == FORWARD)
     assert asked["STAGES"] == 3
 
 
 # With an INT8 dP: others, which differ from these in 16-bit dP's way alone, are slow.
-OF_INT8_DP = ("full", "causal-grouped", "packed", "holes", "narrow-fp16", "one-token")
+OF_INT8_DP = ("full", "causal-grouped", "16-packed", "holes", "narrow-fp16", "one-token")
 
 
 @on_cpu
