@@ -67,6 +67,10 @@ FORMS = {
     "packed": (packed, sage_attention_varlen),
     "packed, causal, with lse": (packed, lambda *x: sage_attention_varlen(*x, is_causal=True, return_lse=True)[1]),
     "packed, longest read in the graph": (packed, lambda *x: sage_attention_varlen(*x[:5], *(longest_of(x[3]),) * 2)),
+    "packed, that length and the largest logits": (
+        packed,
+        lambda *x: sage_attention_varlen(*x[:5], *(longest_of(x[3]),) * 2, return_max_logits=True)[0],
+    ),
 }
 
 

@@ -172,6 +172,11 @@ def test_a_choice_has_the_rows_of_its_name(row):
         ({"impl": "hopper", "value_dim": 300}, NotImplementedError, "head_dim 64/300 is not one of 1 to 256"),
         ({"recipe": MIXED, "impl": "triton"}, NotImplementedError, "has dv=fp8, which is not one of int8, 16bit"),
         (
+            {"recipe": MIXED.replace(dp="int8")},
+            NotImplementedError,
+            r"dp=int8, .*name 'mixed', .*or 'token\(dp=int8\)'",
+        ),
+        (
             {"recipe": TOKEN.replace(first_keys=4)},
             NotImplementedError,
             "first_keys=4, which is not one of 0, 16.*; impl='reference' does",

@@ -187,18 +187,6 @@ def test_compiles_whole():
         torch.testing.assert_close(a, e)
 
 
-def test_compiles_where_a_length_is_read_in_the_graph():
-    def packed(q, offsets):
-        longest = int(offsets[-1] - offsets[-2])
-        options = {"recipe": "token", "return_max_logits": True}
-        return sage_attention_varlen(q, q, q, offsets, offsets, longest, longest, **options)[1]
-
-    q, offsets = torch.randn(40, 2, 16), torch.tensor([0, 10, 40], dtype=torch.int32)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        compiled = torch.compile(packed, fullgraph=True, backend="aot_eager", dynamic=True)
-        torch.testing.assert_close(compiled(q, offsets), packed(q, offsets))
-
-
 def test_behind_a_norm_and_rotary_embedding():
     q, k, v = inputs(torch.float32)
     norm = {"eps": 1e-6, "q_weight": torch.rand(16), "k_weight": torch.rand(16)}

@@ -159,17 +159,6 @@ def test_three_dimensions_and_autocast():
     assert gradient.dtype == torch.float32
 
 
-def test_compiles_whole():
-    leaves, *given = inputs(torch.float32)
-
-    def attention(*leaves):
-        return attend(*leaves, "token", is_causal=True)
-
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for a, e in zip(outcome(compiled, leaves, *given), outcome(attention, leaves, *given)):
-        torch.testing.assert_close(a, e)
-
-
 def test_o_is_saved_once():
     """And is what the caller is given; the sinks' weight lies in the workspace."""
     leaves, *_ = inputs(torch.float32)

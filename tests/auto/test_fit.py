@@ -42,16 +42,6 @@ def test_costs_are_found_again(kind):
     assert found.full["torch"] == pytest.approx(TORCH, rel=1e-6, abs=1e3)
 
 
-def test_no_coefficient_is_negative():
-    """Of calls that take less the more rows they have."""
-    rows = rows_of()
-    for row in rows:
-        row["ms"] = 2.0 + 1e-9 * row["tokens"] ** 2 - 1e-5 * row["tokens"] * row["batch"]
-    (found,) = fitted(rows, "", "")
-    assert min(found.low) >= 0
-    assert found.low.fixed > 0
-
-
 def test_a_host_that_was_busy_in_most_calls_is_not_counted_slow():
     rows = rows_of()
     for number, row in enumerate(rows):
@@ -106,13 +96,6 @@ def test_what_does_not_run_has_no_costs():
     assert not fitted(none, "", "")
     (found,) = fitted([row | {"torch_ms": None, "torch_host_ms": None} for row in rows_of()], "", "")
     assert found.full == {}
-
-
-def test_directions_and_widths_are_apart():
-    slow = Cost.of(50, 200, 3, 6)
-    rows = rows_of() + rows_of(low=slow, direction=TRAINING) + rows_of(low=slow, head_dim=128)
-    found = {(one.head_dim, one.direction): one.low.pair for one in fitted(rows, "", "")}
-    assert found == {(64, FORWARD): LOW.pair, (64, TRAINING): slow.pair, (128, FORWARD): slow.pair}
 
 
 PEER = Cost.of(10, 15, 0.2, 0.7)

@@ -95,32 +95,28 @@ def test_captured_tensors_reproduce_the_models_own_output_and_gradients(name, la
         assert relative_l2(actual, heads_of(own[part][1])) < FP32, part
 
 
-def test_sliding_window_is_the_models():
-    config = MistralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, sliding_window=8, initializer_range=0.2,
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "changes", "projection", "window"),
+    [
+        (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 8},
+         "model.layers.1.self_attn.o_proj", (7, -1)),
+        (BertConfig, BertForMaskedLM, {}, "bert.encoder.layer.1.attention.output.dense", None),
+    ],
+)  # fmt: skip
+def test_a_window_and_an_encoder_that_is_not_causal_are_the_models(
+    config_class, model_class, changes, projection, window
+):
+    config = config_class(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        max_position_embeddings=128, initializer_range=0.2, **changes,
     )  # fmt: skip
     torch.manual_seed(0)
-    model, ids = MistralForCausalLM._from_config(config, attn_implementation="sdpa"), tokens(1, 40)
-    own = observed(model, ids, {"o": model.model.layers[1].self_attn.o_proj})["o"]
-    found = capture(model, ids, layers=[1])[0]
-    assert found.window == (7, -1)
-    o = torch.cat([Exact(*found.head(h), found.scale, Band.of(True, 7)).values["o"] for h in found.heads], 1)
-    assert relative_l2(o, heads_of(own[0])) < FP32
-    assert relative_l2(found.do, heads_of(own[1])) < FP32
-
-
-def test_an_encoder_is_not_causal():
-    config = BertConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, ids = BertForMaskedLM._from_config(config, attn_implementation="sdpa"), tokens(1, 40)
-    own = observed(model, ids, {"o": model.bert.encoder.layer[1].attention.output.dense})["o"]
-    found = capture(model.train(), ids)[1]  # with its dropout off
-    assert not found.is_causal
-    o = torch.cat([Exact(*found.head(h), found.scale, Band.of(False)).values["o"] for h in found.heads], 1)
+    model, ids = model_class._from_config(config, attn_implementation="sdpa"), tokens(1, 40)
+    own = observed(model, ids, {"o": model.get_submodule(projection)})["o"]
+    (found,) = capture(model.train(), ids, layers=[1])  # with its dropout off
+    assert (found.is_causal, found.window) == (window is not None, window)
+    band = Band.of(found.is_causal, *(window or (-1, -1)))
+    o = torch.cat([Exact(*found.head(h), found.scale, band).values["o"] for h in found.heads], 1)
     assert relative_l2(o, heads_of(own[0])) < FP32
     assert relative_l2(found.do, heads_of(own[1])) < FP32
 

@@ -40,18 +40,6 @@ def random_call(tokens=200, heads=4, kv_heads=2, head_dim=32, sigma=2.0, dtype=t
     return call(*((x + 1).to(dtype) for x in (sigma * q, sigma * k, v, do)), **settings)
 
 
-def assert_same(actual, expected, tolerance):
-    for row, other in zip(actual, expected, strict=True):
-        assert (row.recipe, row.layer, row.head) == (other.recipe, other.layer, other.head)
-        for name in study.TENSORS:
-            assert row.cosine[name] == pytest.approx(other.cosine[name], rel=tolerance)
-            assert row.relative_l2[name] == pytest.approx(other.relative_l2[name], rel=tolerance, abs=tolerance)
-        for name in study.PAIRS:
-            assert row.rms[name] == pytest.approx(other.rms[name], rel=1e-9)
-        for name in ("ds_bound", "largest_logit", "ds_peak_to_rms"):
-            assert getattr(row, name) == pytest.approx(getattr(other, name), rel=1e-9)
-
-
 # In FP64: in FP32 chunks of another size, which add in another order, put a code at a tie on its other side.
 NEAR = 1e-9
 
@@ -69,7 +57,7 @@ def test_pieces_give_the_figures_of_whole_tensors(monkeypatch, recipe, settings)
     monkeypatch.setattr(emulator, "CHUNK_SCORES", 1)  # one block of queries at a time
     for row in study.measure([whole], [recipe]):
         for name in study.TENSORS:
-            if name in ("dk", "dv"):  # summed over the group there
+            if name in ("dk", "dv") and kv_heads == 2:  # summed over the group there
                 continue
             actual, expected = (side[name][:, row.head] for side in (sides["recipe"], sides["full"]))
             assert row.cosine[name] == pytest.approx(cosine(actual, expected), abs=NEAR)
@@ -79,28 +67,6 @@ def test_pieces_give_the_figures_of_whole_tensors(monkeypatch, recipe, settings)
         assert row.ds_peak_to_rms == pytest.approx(ds.abs().max().item() / rms(ds))
         distance = (dp - sides["full"]["delta"][:, row.head, :, None]).abs()[p > 0].max().item()
         assert row.ds_bound == pytest.approx(distance / math.sqrt(200))
-
-
-def test_gradients_of_keys_and_values_are_compared_too():
-    """Without groups they are `traced.trace`'s."""
-    whole = random_call(kv_heads=4, dtype=torch.float64)
-    sides = trace(whole.q, whole.k, whole.v, whole.do, "token")
-    for row in study.measure([whole], ["token"]):
-        for name in ("dk", "dv"):
-            expected = relative_l2(sides["recipe"][name][:, row.head], sides["full"][name][:, row.head])
-            assert row.relative_l2[name] == pytest.approx(expected, rel=NEAR)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_memory_bound_changes_no_figure(monkeypatch, is_causal):
-    whole = random_call(tokens=300, is_causal=is_causal, dtype=torch.float64)
-    at_once = study.measure([whole], ["paper", "token"])
-    monkeypatch.setattr(emulator, "CHUNK_SCORES", 1)
-    sizes = []
-    pairs = study.Exact.pairs
-    monkeypatch.setattr(study.Exact, "pairs", lambda *a: sizes.append(pairs(*a)[1].shape[2]) or pairs(*a))
-    assert_same(study.measure([whole], ["paper", "token"]), at_once, NEAR)
-    assert max(sizes) == 128  # paper's block
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])

@@ -100,7 +100,7 @@ def ltx():
     return model, inputs
 
 
-MODELS = {"wan": wan, "cosmos": cosmos, "flux": flux}
+MODELS = {"wan": wan, "cosmos": cosmos, "flux": flux, "ltx": ltx}
 
 
 def build(make):
@@ -135,18 +135,6 @@ def test_swapping_native_changes_no_more_than_the_recipe_does(name, recipe):
     for a, e, floor in zip(actual, expected, FLOORS[recipe]):
         assert relative_l2(a, e) < floor
         assert recipe == "full" or not torch.equal(a, e)  # full precision may round as torch does
-
-
-def test_what_is_masked_does_not_matter():
-    model, inputs = build(cosmos)
-    model.set_attention_backend("sagebwd")
-    text = inputs["encoder_hidden_states"]
-    with torch.no_grad():
-        first = model(**inputs)[0]
-        other = model(**inputs | {"encoder_hidden_states": text.where(text_mask()[..., None], 33.0)})[0]
-        leaking = model(**inputs | {"attention_mask": None})[0]
-    assert torch.equal(first, other)
-    assert relative_l2(leaking, first) > 0.001
 
 
 MASKS = {
@@ -223,19 +211,6 @@ def test_every_argument_that_a_backend_of_diffusers_takes_is_named():
 def test_masks_that_do_not_broadcast(mask):
     with pytest.raises(ValueError, match=r"does not broadcast.*accepted: \(batch or 1, heads or 1"):
         cross_attention("sagebwd", mask)
-
-
-def test_additive_masks_and_single_layers_work():
-    model, inputs = build(ltx)
-    expected = run(model, inputs)
-    with attention_backend("sagebwd"):
-        actual = run(model, inputs)
-    for a, e, floor in zip(actual, expected, FLOORS["token"]):
-        assert 0 < relative_l2(a, e) < floor
-    for block in model.transformer_blocks:
-        block.attn1.set_attention_backend("sagebwd")
-    for a, e, floor in zip(run(model, inputs), expected, FLOORS["token"]):
-        assert 0 < relative_l2(a, e) < floor
 
 
 def test_native_is_left_as_it_was():

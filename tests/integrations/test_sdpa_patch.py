@@ -104,15 +104,10 @@ def test_install_and_uninstall():
     uninstall_sdpa()
     assert F.scaled_dot_product_attention is ORIGINAL
     uninstall_sdpa()  # nothing left to take back
-
-
-def test_what_was_installed_may_be_left_by_hand():
-    installed = install_sdpa("token")
-    installed.__exit__(None, None, None)
+    install_sdpa("token").__exit__(None, None, None)
     assert F.scaled_dot_product_attention is ORIGINAL
-    uninstall_sdpa()
-    install_sdpa("full", impl="reference")
-    assert torch.equal(F.scaled_dot_product_attention(*qkv()), in_int8(*qkv(), recipe="full"))
+    install_sdpa("full", impl="reference")  # after what was left by hand
+    assert torch.equal(F.scaled_dot_product_attention(*arguments), in_int8(*arguments, recipe="full"))
     uninstall_sdpa()
     assert F.scaled_dot_product_attention is ORIGINAL
 

@@ -234,17 +234,6 @@ def test_settings_survive_saving_and_override_by_layer(tmp_path):
     assert cosine(mixed, pure) > 0.99
 
 
-def test_set_attn_implementation_on_a_running_model():
-    model, ids = build("llama"), tokens(1, 50)
-    with torch.no_grad():
-        before = model(input_ids=ids).logits
-        model.config.sagebwd = {"recipe": "token"}
-        model.set_attn_implementation("sagebwd")
-        after = model(input_ids=ids).logits
-    assert not torch.equal(before, after)
-    assert relative_l2(after, before) < FLOORS["token"][0]
-
-
 def test_unknown_setting_raises():
     model = build("llama", "token")
     model.config.sagebwd = {"recip": "token"}
@@ -448,29 +437,6 @@ def test_refused(arguments, message):
     inputs = [torch.randn(1, 4, 8, 16) for _ in range(3)]
     with pytest.raises(NotImplementedError, match=message):
         integration.attention(module, *inputs, **({"attention_mask": None} | arguments))
-
-
-def test_attention_dropout_in_a_config_is_refused_when_it_trains():
-    model = build("llama", "token", attention_dropout=0.1)
-    with torch.no_grad():
-        model.eval()(input_ids=tokens(1, 8))
-    with pytest.raises(NotImplementedError, match="attention dropout"):
-        model.train()(input_ids=tokens(1, 8))
-
-
-# test_transformers_compiled.py compiles llama in every run
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
-def test_a_whole_model_compiles_without_a_graph_break(name):
-    torch._dynamo.reset()
-    model, ids = build(name, "token", use_cache=False), tokens(2, 64)
-    mask = torch.ones_like(ids)
-    expected = run(model, ids, mask)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    loss = compiled(input_ids=ids, labels=ids).loss
-    model.zero_grad()
-    loss.backward()
-    gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
-    assert relative_l2(gradients, expected[1]) < 1e-3
 
 
 @pytest.mark.gpu

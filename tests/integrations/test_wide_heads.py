@@ -102,10 +102,14 @@ def test_a_wide_layer_computes_as_sdpa_does(kind):
 
 
 @pytest.mark.rounding
-def test_the_other_layers_run_in_low_precision():
-    models = gemma4(sagebwd={"layers": {"0": {"recipe": "token"}}}), gemma4("sdpa")
+@pytest.mark.parametrize(
+    ("settings", "ran"),
+    [({"layers": {"0": {"recipe": "token"}}}, {TOKEN: 1, TORCH: 1}), ({"recipe": "token"}, {TOKEN: 2})],
+)
+def test_layers_run_in_low_precision_where_a_recipe_is_named(settings, ran):
+    models = gemma4(sagebwd=settings), gemma4("sdpa")
     (_, gradients), (_, exact) = map(outcome, models)
-    assert counts == {TOKEN: 1, TORCH: 1}
+    assert counts == ran
     assert 0 < relative_l2(gradients, exact) < 0.1
 
 
@@ -117,14 +121,6 @@ def test_what_runs_on_torch_is_said_once_by_name():
         warnings.simplefilter("error")
         model(IDS)
         gemma4()(IDS)
-
-
-@pytest.mark.rounding
-def test_a_recipe_that_is_named_runs_all_layers():
-    models = gemma4(sagebwd={"recipe": "token"}), gemma4("sdpa")
-    (_, gradients), (_, exact) = map(outcome, models)
-    assert counts == {TOKEN: 2}
-    assert 0 < relative_l2(gradients, exact) < 0.1
 
 
 @pytest.mark.parametrize("settings", [{"recipe": "token"}, {"impl": "reference"}])

@@ -202,7 +202,7 @@ def test_programs_launch_what_families_do(impl, name, notes):
 
 # beside each family's own: one head, whose packed tokens are contiguous as they lie
 ELSEWHERE = [(f, n) for f, n in ALL if n.endswith(("gqa-ragged", "key-mask", "packed", "packed-causal-window"))]
-ELSEWHERE += [("triton", name) for name in ("paper", "full", "head-dim-72-packed")]
+ELSEWHERE += [("triton", name) for name in ("paper", "full")]
 
 
 @pytest.mark.parametrize("heads", [None, 1])

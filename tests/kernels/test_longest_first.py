@@ -57,23 +57,16 @@ PACKED = {
 }  # fmt: skip
 
 
-def check_order(tiles: list[tuple[int, int]], begins: list[int], heads: int, latest_first: bool) -> None:
-    """Each tile of each head once, sequence by sequence, of a head in the order of its blocks.
-
-    No head of those that take turns is more than a tile ahead of another.
-    """
-    blocks = begins[-1]
-    assert sorted(tiles) == [(head, block) for head in range(heads) for block in range(blocks)]
-    owners = [bisect.bisect_right(begins, block) - 1 for _, block in tiles]
-    assert owners == sorted(owners, reverse=latest_first)
-    taken: dict[tuple[int, int], int] = {}
-    for (head, block), owner in zip(tiles, owners):
-        count, number = begins[owner + 1] - begins[owner], taken.setdefault((owner, head), 0)
-        assert block - begins[owner] == (count - 1 - number if latest_first else number)
-        begun = [n for (i, _), n in taken.items() if i == owner and n < count]
-        assert max(begun) - min(begun) <= 1
-        assert len(begun) <= -(-heads // (1 + heads * count // MOST_TOGETHER))
-        taken[owner, head] += 1
+def in_turns_by_sequence(begins: list[int], heads: int, step: int) -> list[tuple[int, int]]:
+    """Head and block of each tile: sequence by sequence, of each as many heads in turns as have few tiles together."""
+    tiles = []
+    for begin, end in list(itertools.pairwise(begins))[::step]:
+        blocks = range(begin, end)
+        at_once = -(-heads // (1 + heads * len(blocks) // MOST_TOGETHER))
+        for first in range(0, heads, at_once):
+            group = range(first, min(first + at_once, heads))
+            tiles += [(head, block) for block in blocks[::step] for head in group]
+    return tiles
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 40])
@@ -97,7 +90,8 @@ class TestTilesOfPackedSequences:
         order = Tiles.of_sequences.__wrapped__
         found = [order(tiles, grid, number) for number in range(grid.tiles)]
         assert [owner for _, owner in found] == sorted((owner for _, owner in found), reverse=True)
-        check_order([(tile // count, count - 1 - tile % count) for tile, _ in found], begins, heads, True)
+        in_order = [(tile // count, count - 1 - tile % count) for tile, _ in found]
+        assert in_order == in_turns_by_sequence(begins, heads, -1)
         assert order(tiles, grid, grid.tiles) == (grid.tiles, 0)
 
     def test_of_the_backward(self, lengths, heads):
@@ -110,4 +104,4 @@ class TestTilesOfPackedSequences:
             turns = [turn_of.fn(number, heads, programs) for number in range(programs * heads)]
             found += [(head, begins[-1] + number) for head, number in turns]
             begins.append(begins[-1] + programs)
-        check_order(found, begins, heads, False)
+        assert found == in_turns_by_sequence(begins, heads, 1)

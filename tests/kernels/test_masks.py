@@ -48,21 +48,14 @@ CALLS = {
     "blocks-128-32": AttentionCase(mask="bias-all", recipe="token(block_q=128, block_k=32)", heads=1),
     "head-dim-96": AttentionCase(mask="bool-all", head_dim=96, heads=1),
     "head-dim-256": AttentionCase(mask="bias-matrix", head_dim=256, tokens_k=70, heads=1),
-    "first-16-bool-gqa": AttentionCase(mask="bool-all", recipe="token(first_keys=16)", batch=2, sink=12, place=5),
+    "first-16-bool-gqa": AttentionCase(mask="bool-all", batch=2, sink=12, place=5),
     "first-16-bias-key-mask": AttentionCase(
-        mask="bias-matrix", recipe="token(first_keys=16)", heads=1, tokens_q=130, is_causal=True, masked=True, every=4
+        mask="bias-matrix", heads=1, tokens_q=130, is_causal=True, masked=True, every=4
     ),
-    "first-16-bias-columns-of-few-keys": AttentionCase(
-        mask="bias-columns", recipe="token(first_keys=16)", heads=1, tokens_k=9
-    ),
-    "first-16-bias-rows": AttentionCase(mask="bias-rows", recipe="token(first_keys=16)", heads=1, tokens_k=40),
-    "first-16-bias-fp16": AttentionCase(mask="bias-all", recipe="token(first_keys=16)", dtype=torch.float16, heads=1),
-    "first-16-document": AttentionCase(
-        mask="document", recipe="token(first_keys=16)", tokens_q=270, tokens_k=270, heads=1
-    ),
+    "first-16-bias-columns-of-few-keys": AttentionCase(mask="bias-columns", heads=1, tokens_k=9),
     "first-16-tiles-far-apart": AttentionCase(
         mask="prefix",
-        recipe="token(first_keys=16, block_k=32)",
+        recipe="token(block_k=32)",
         batch=2,
         tokens_q=70,
         tokens_k=300,
@@ -70,9 +63,7 @@ CALLS = {
         masked=True,
         every=9,
     ),
-    "first-16-sinks-heads": AttentionCase(
-        mask="sinks", recipe="token(first_keys=16)", tokens_q=140, tokens_k=140, sink=12, place=2
-    ),
+    "first-16-sinks-heads": AttentionCase(mask="sinks", tokens_q=140, tokens_k=140, sink=12, place=2),
 }
 
 

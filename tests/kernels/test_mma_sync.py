@@ -10,7 +10,6 @@ import torch
 from sagebwd import dispatch, sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask, Call
-from sagebwd.masks.kinds import MASK
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 from tests.attention_case import AttentionCase
@@ -158,40 +157,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch):
         nvrtc._library.__wrapped__()
 
 
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "name"),
-    [
-        (80, 128, "mma_sync/mma_sync"), (86, 96, "mma_sync/mma_sync"), (89, 64, "mma_sync/triton"),
-        (89, 192, "triton/triton"), (120, 128, "mma_sync/mma_sync"), (100, 128, "triton/triton"),
-    ],
-)  # fmt: skip
-def test_who_runs_token(arch, head_dim, name, monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    ask = Ask(Recipe.named("token"), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
-    assert dispatch._choose.__wrapped__(ask, arch, False).name == name
-
-
 INT8_DP = "token(dp=int8)"
-
-
-@pytest.mark.parametrize("arch", [80, 86, 89, 120])
-@pytest.mark.parametrize("head_dim", [65, 96, 128])
-def test_who_runs_an_int8_dp(arch, head_dim, monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    ask = Ask(Recipe.parse(INT8_DP), head_dim, head_dim, torch.bfloat16, torch.device("cuda"))
-    assert dispatch._choose.__wrapped__(ask, arch, False).name == "mma_sync/mma_sync"
-    assert dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 90, False).name == "mma_sync/mma_sync"
-    assert dispatch._choose.__wrapped__(ask, 90, False).name == "triton/triton"
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [({"head_dim": 64, "value_dim": 64}, "mma_sync/triton"), ({"kind": MASK}, "mma_sync/mma_sync")],
-)
-def test_who_runs_an_int8_dp_that_these_kernels_lack(changes, name, monkeypatch):
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    ask = Ask(Recipe.parse(INT8_DP), 128, 128, torch.bfloat16, torch.device("cuda"))._replace(**changes)
-    assert dispatch._choose.__wrapped__(ask, 89, False).name == name
 
 
 def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
@@ -200,12 +166,6 @@ def test_without_nvrtc_the_portable_kernels_run(monkeypatch):
     assert dispatch._choose.__wrapped__(ask, 89, False).name == "triton/triton"
     with pytest.raises(NotImplementedError, match="NVRTC is not found"):
         dispatch._choose.__wrapped__(ask._replace(impl="mma_sync"), 89, False)
-
-
-def test_a_cpu_is_refused():
-    x = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"impl='mma_sync' needs a GPU of compute capability 8.0 or more, got cpu"):
-        sage_attention(x, x, x, recipe="token", impl="mma_sync")
 
 
 class Recorder:
@@ -296,18 +256,14 @@ FIRST_16 = {
     "16-64": AttentionCase(tokens_q=150, tokens_k=140, head_dim=64, is_causal=True, dtype=torch.float16),
     "16-narrow": AttentionCase(tokens_q=70, tokens_k=70, heads=1, head_dim=80, value_dim=72, is_causal=True),
 }
-for _case in FIRST_16.values():
-    _case.recipe = "token(first_keys=16)"
 CALLS |= FIRST_16
 
 # Of a CPU, whose threads of CUDA are fibers: a second or two each.
 SMALL = {
     "full": AttentionCase(tokens_q=70, tokens_k=140, heads=1, head_dim=128),
     "causal-grouped": AttentionCase(tokens_q=150, tokens_k=150, head_dim=128, is_causal=True),
-    "window": AttentionCase(tokens_q=200, tokens_k=180, heads=1, head_dim=128, window=(70, 20)),
     "window-beyond-keys": AttentionCase(tokens_q=200, tokens_k=40, heads=1, head_dim=128, window=(10, 0)),
     "window-without-end": AttentionCase(tokens_q=130, tokens_k=140, heads=1, head_dim=128, window=(2**31 - 1, 5)),
-    "packed": AttentionCase(lengths_q=[30, 0, 70, 3], lengths_k=[20, 4, 140, 3], head_dim=128, with_dlse=True),
     "packed-causal": AttentionCase(lengths_q=[130, 1], lengths_k=[130, 1], head_dim=128, is_causal=True),
     "holes": AttentionCase(batch=2, tokens_q=70, tokens_k=140, heads=1, head_dim=128, masked=True),
     "sink": AttentionCase(tokens_q=130, tokens_k=130, heads=1, head_dim=128, sink=12),
@@ -351,14 +307,14 @@ def test_on_a_cpu_the_kernels_are_the_recipe(name, emulated):
 @pytest.mark.parametrize("emulated", [pytest.param(80, id="three stages")], indirect=True)
 def test_on_a_cpu_three_stages_are_the_recipe(emulated):
     """Six blocks of keys, so that each stage is written twice; at 64, where other cards have two stages."""
-    case = AttentionCase(recipe="token(first_keys=16)", tokens_q=70, tokens_k=650, heads=1, head_dim=64)
+    case = AttentionCase(tokens_q=70, tokens_k=650, heads=1, head_dim=64)
     case.check("mma_sync")
     (asked,) = (dict(x.macros) for x in emulated if x.name == FORWARD)
     assert asked["STAGES"] == 3
 
 
 # With an INT8 dP: others, which differ from these in 16-bit dP's way alone, are slow.
-OF_INT8_DP = ("full", "causal-grouped", "packed", "holes", "narrow-fp16", "one-token")
+OF_INT8_DP = ("full", "causal-grouped", "16-packed", "holes", "narrow-fp16", "one-token")
 
 
 @on_cpu

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from tests.gpus import DEVICE, HAS_HOPPER, on_gpu
 from tests.kernels import emulated_cuda
 from tests.kernels.cubins import stack_bytes
 from tests.norm_rope.test_functions import drawn
+from tools.house import called
 
 pytestmark = on_gpu
 EPS = 1e-6
@@ -378,21 +378,10 @@ def test_a_later_call_is_few_calls(stand_in, way, monkeypatch):
         "packed": {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 16, "max_seqlen_k": 16},
         "positions": {"position_ids": torch.arange(21)},
     }
-    made = []
-
-    def profile(frame, event, arg):
-        code = frame.f_code
-        if event == "call" and f"{os.sep}sagebwd{os.sep}" in code.co_filename and not code.co_name.startswith("<"):
-            made.append(code.co_qualname)
-
     monkeypatch.setattr(launchers.Interpreted, "start", lambda *_: None)  # the stand-in's own work
-    for _ in range(2):
-        made.clear()
-        sys.setprofile(profile)
-        try:
-            qk_norm_rope_attention(q, k, v, eps=EPS, is_causal=True, **weights, **more.get(way, {}))
-        finally:
-            sys.setprofile(None)
+    call = partial(qk_norm_rope_attention, q, k, v, eps=EPS, is_causal=True, **weights, **more.get(way, {}))
+    call()
+    made = called(call)
     assert 10 < len(made) <= (20 if way == "packed" else 18), "\n".join(made)
 
 

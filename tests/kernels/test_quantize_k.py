@@ -151,10 +151,6 @@ def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
     assert (out.k_scale == 1).all()
 
 
-def test_rows_that_lie_apart():
-    check(draw(1, 300, 2, 2, 64, seed=1)[:, :, 1].transpose(1, 2))
-
-
 @pytest.mark.parametrize(("head_dim", "unit"), [(64, 1), (72, 8), (73, 1)])
 def test_rows_of_a_fused_projection(head_dim, unit):
     """Strides in eights where they are multiples of 8, not of 16; of one length as of another."""

@@ -5,10 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from sagebwd import qk_norm_rope, qk_norm_rope_attention, sage_attention, sage_attention_varlen
-from sagebwd.checkpointing import keep_attention
 from sagebwd.norm_rope.composed import norm_rope
 
 EPS = 1e-6
@@ -171,41 +169,6 @@ def test_autocast_gives_its_dtype(dtype):
     assert [x.dtype for x in (*rows, out)] == [dtype] * 3
     wanted = qk_norm_rope(q, k, **given)
     assert all(torch.equal(a, e.to(dtype)) for a, e in zip(rows, wanted))
-
-
-def test_gemmas_weights_get_their_gradient():
-    q, k, *_, weight, _ = inputs()
-    plain = qk_norm_rope(q, k, q_weight=1 + weight, eps=EPS)[0]
-    wanted = F.rms_norm(q, (16,), None, EPS) * (1 + weight)
-    torch.testing.assert_close(gradients(plain, (weight,)), gradients(wanted, (weight,)))
-
-
-def block(q, k, v, q_weight, k_weight, cos, sin):
-    return qk_norm_rope_attention(
-        q, k, v, q_weight=q_weight, k_weight=k_weight, eps=EPS, cos=cos, sin=sin, is_causal=True, enable_gqa=True,
-        recipe="token",
-    )  # fmt: skip
-
-
-def test_checkpointing_changes_nothing():
-    leaves, tables = inputs(torch.float32), table(13, 16, dtype=torch.float32)
-    wanted = block(*leaves, *tables)
-    for context in ({}, {"context_fn": keep_attention}):
-        found = checkpoint(block, *leaves, *tables, use_reentrant=False, **context)
-        assert torch.equal(found, wanted)
-        grads = zip(gradients(found, leaves), gradients(block(*leaves, *tables), leaves))
-        assert all(torch.equal(a, e) for a, e in grads)
-
-
-def test_compiled_it_is_one_graph():
-    leaves, tables = inputs(torch.float32), table(13, 16, dtype=torch.float32)
-    wanted, found = (
-        block(*leaves, *tables),
-        torch.compile(block, fullgraph=True, backend="aot_eager")(*leaves, *tables),
-    )
-    torch.testing.assert_close(found, wanted)
-    for a, e in zip(gradients(found, leaves), gradients(wanted, leaves)):
-        torch.testing.assert_close(a, e)
 
 
 def test_transforms_of_torch_func_compose():

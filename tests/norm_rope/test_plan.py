@@ -249,18 +249,6 @@ def test_forward_mode_is_refused_in_a_trace(stand_in):  # noqa: F811
         )(q)
 
 
-def test_a_second_derivative_is_refused(stand_in):  # noqa: F811
-    torch._dynamo.reset()
-    given = Given(Case(heads=(2, 2)))
-    with FlopCounterMode(display=False):  # a mode: the operator runs
-        o = given.attend(*given.leaves)
-        weight = torch.ones(o.shape[-1], requires_grad=True)  # of what is behind attention
-        (dq,) = torch.autograd.grad((o.float() * weight).sum(), given.leaves[:1], create_graph=True)
-        for x in (given.leaves[0], weight):
-            with pytest.raises(NotImplementedError, match="second derivatives"):
-                torch.autograd.grad(dq.float().sum(), x, retain_graph=True)
-
-
 HOPPER = [
     (Case(128, 700, heads=(4, 2)), {"is_causal": True}),
     (Case(64, 300, heads=(3, 3), tables=torch.float32), {}),

@@ -21,11 +21,9 @@ from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd import attention, counts, dispatch, ops, sage_attention, sage_attention_varlen, switches
-from sagebwd import cache as caches
 from sagebwd.auto import choice as auto_choice
 from sagebwd.cache import PLANS
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.planning.plan import Plan
 from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import relative_l2
 
@@ -556,24 +554,6 @@ def test_no_tensor_is_kept(stand_ins):
     assert not any(isinstance(x, Tensor) for x in (*vars(plan).values(), *plan.call, *plan.call.queries))
 
 
-def test_of_many_kinds_those_used_last_are_kept(stand_ins, monkeypatch):
-    """And what is used among them has its plan still."""
-    assert PLANS.entries == caches.ENTRIES
-    monkeypatch.setattr(PLANS, "entries", 200)
-    q, k, v = draw(3, shape=(1, 1, 2, 4))
-    attend(q, k, v)
-    (used,) = PLANS.values()
-    for kind in range(1, 301):
-        attend(q, k, v, scale=float(kind))
-        if kind % 100 == 0:
-            attend(q, k, v)
-    assert len(PLANS) == 200
-    assert PLANS.values()[-1] is used
-    for kind in range(300, 150, -1):
-        attend(q, k, v, scale=float(kind))
-    assert len(stand_ins.asked) == 301
-
-
 def test_threads_share_plans(stand_ins):
     """Each has the results of its own tensors, also where another drops all plans."""
 
@@ -584,24 +564,6 @@ def test_threads_share_plans(stand_ins):
             check(with_lse=seed % 2 == 0, seed=100 * number + seed)
 
     at_once(work, range(4))
-
-
-def test_threads_share_the_programs_of_a_plan(stand_ins):
-    """Forward's thread keeps one while backward's drops another, once there are as many as a plan keeps."""
-    attend(*draw(3))
-    (plan,) = PLANS.values()
-    assert isinstance(plan, Plan)
-
-    def work(number: int) -> None:
-        for count in range(200000):
-            plan.programs.put((number, count), object())
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        at_once(work, range(4))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 # the way of a call

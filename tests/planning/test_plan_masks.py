@@ -134,16 +134,6 @@ def test_what_is_written_without_a_version_is_seen(form, writer):
     check_written(form, WRITERS[writer])
 
 
-def test_a_mask_mod_that_is_replaced_is_seen():
-    """As decoding loops do."""
-    mask = of_table(pairs(0))
-    for seed in range(3):
-        table = pairs(seed)
-        mask.mask_mod = lambda b, h, q, k, table=table: table[q, k]
-        for _ in range(2):
-            assert_sdpa(table, seed, block_mask=mask)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_kernels_see_what_is_written_without_a_version(form):
     """And what is made of a mask for them: lists of blocks, and which keys count."""

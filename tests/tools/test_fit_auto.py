@@ -17,22 +17,6 @@ def rows():
     return [row for facts, rows in found for row in rows if facts["gpu"] == "NVIDIA H100 80GB HBM3"]
 
 
-def test_a_fit_is_near_its_timings(rows):
-    for (kind, *_), values in fit_auto.residuals(fitted(rows, "", ""), rows).items():
-        rms = (sum(x * x for x in values) / len(values)) ** 0.5
-        assert rms < 0.12, kind
-
-
-def test_what_was_left_out_is_chosen_better_than_torch_always(rows):
-    """Of each file, by the others, what the 3% of the margin are lost for is still a gain."""
-    found = fit_auto.held_out(rows, fit_auto.PARTS["file"])
-    assert len(found) == 3
-    for ours, torch in found.values():
-        (_, right, lost, _), (_, of_torch, torch_lost, _) = (map(float, score.cells()) for score in (ours, torch))
-        assert right > 0.9 > of_torch
-        assert lost < 1.02 < torch_lost
-
-
 def test_the_page_has_what_is_held_out(rows):
     """Cell by cell: of files by their commits, of sizes by their power of two, and of numbers of tokens."""
     text = (fit_auto.ROOT / "docs" / "results" / "auto-model.md").read_text(encoding="utf-8")

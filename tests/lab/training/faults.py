@@ -12,13 +12,13 @@ from lab.training import pretrain
 
 
 @contextmanager
-def interrupted(step: int, chosen: Callable[[object], bool] = lambda record: True) -> Iterator[None]:
-    """Inside, Ctrl-C ends a run that has logged ``step``; of those whose `pretrain._Record` is chosen."""
+def interrupted(step: int) -> Iterator[None]:
+    """Inside, Ctrl-C ends a run that has logged ``step``."""
     real = pretrain._Record.on_log
 
     def on_log(self, args, state, control, **kwargs):
         real(self, args, state, control, **kwargs)
-        if state.global_step == step and chosen(self):
+        if state.global_step == step:
             raise KeyboardInterrupt
 
     pretrain._Record.on_log = on_log

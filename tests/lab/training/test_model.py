@@ -12,14 +12,24 @@ def logits(model, ids):
         return model(input_ids=ids).logits
 
 
+FORMS = {
+    "heads": {},
+    "grouped": {"model.kv_heads": 1},
+    "latent": {"model.heads": 2, "model.head_dim": 48, "model.value_dim": 32, "model.qk_norm": False},
+}
+
+
 @pytest.mark.rounding
-@pytest.mark.parametrize("kv_heads", [None, 1])
-def test_it_is_transformers_own(tiny, kv_heads):
-    model = build(tiny.replace({"attention.recipe": "sdpa", "model.kv_heads": kv_heads}), 257)
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_transformers_own(tiny, form):
+    model = build(tiny.replace({"attention.recipe": "sdpa", **FORMS[form]}), 257)
     ids = torch.arange(40).reshape(2, 20)
     ours = logits(model, ids)
     model.config._attn_implementation = "sdpa"
     torch.testing.assert_close(ours, logits(model, ids))
+    if form == "latent":
+        assert not any("expert" in name for name, _ in model.named_parameters())
+        assert model.model.layers[0].self_attn.kv_b_proj.in_features == 4 * 32
 
 
 @pytest.mark.rounding
@@ -32,20 +42,6 @@ def test_a_fused_model_is_the_unfused(tiny, monkeypatch):
         found.append(logits(model, ids))
         assert len(seen) == fuse * len(model.model.layers)
     torch.testing.assert_close(*found)
-
-
-LATENT = {"model.heads": 2, "model.head_dim": 48, "model.value_dim": 32, "model.qk_norm": False}
-
-
-@pytest.mark.rounding
-def test_latent_attention_is_transformers_own(tiny):
-    model = build(tiny.replace({"attention.recipe": "sdpa", **LATENT}), 257)
-    ids = torch.arange(40).reshape(2, 20)
-    ours = logits(model, ids)
-    model.config._attn_implementation = "sdpa"
-    torch.testing.assert_close(ours, logits(model, ids))
-    assert not any("expert" in name for name, _ in model.named_parameters())
-    assert model.model.layers[0].self_attn.kv_b_proj.in_features == 4 * 32
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -52,17 +52,6 @@ def result(folder):
     return json.loads((folder / pretrain.RESULT).read_text())
 
 
-def test_losses_are_the_same_bit_for_bit_with_and_without(watched, tmp_path):
-    pretrain.run(watched.replace({"monitor.every": 0}), tmp_path / "without")
-    pretrain.run(watched, tmp_path / "with")
-    assert len(checks(tmp_path / "with")) == 4
-    lines = [line for line in numbers(tmp_path / "with") if "monitor/layer_0/dq" not in line]
-    assert lines == numbers(tmp_path / "without")
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("with", "without")]
-    assert weights[0] == weights[1]
-    assert result(tmp_path / "without")["monitor"] is None
-
-
 def test_a_check_leaves_modes_gradients_random_numbers_and_attention_as_they_were(model_and_ids):
     model, ids = model_and_ids()
     model.train()

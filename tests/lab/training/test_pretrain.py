@@ -117,15 +117,6 @@ def test_a_full_disk_leaves_no_half_checkpoint(tiny, tmp_path, monkeypatch, erro
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_a_half_written_checkpoint_is_not_resumed_from(tiny, tmp_path):
-    with interrupted(5):
-        pretrain.run(tiny, tmp_path / "run")
-    (tmp_path / "run" / "checkpoint-4" / pretrain.COMPLETE).unlink()
-    pretrain.run(tiny, tmp_path / "run", resume=True)
-    pretrain.run(tiny, tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
 def test_a_kill_while_an_old_checkpoint_is_deleted_costs_nothing(tiny, tmp_path, monkeypatch):
     def rmtree(folder, **_):
         next(Path(folder).glob("scheduler.pt")).unlink()  # without it Trainer warms up again, and says nothing
