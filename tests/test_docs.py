@@ -3,16 +3,20 @@
 import importlib.util
 import re
 import shlex
+import tomllib
 from string import Template
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from tests import programs
 from tests.documents import ROOT, text_of
 
 tables = pytest.importorskip("tools.tables.__main__", reason="prints tables by rich, which is in the extra lab")
 reference = pytest.importorskip("tools.reference", reason="reads docstrings by pdoc")
+
+from tools import package  # noqa: E402
 
 PAGES = tables.pages()
 DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "configs").rglob("*.md")]
@@ -170,6 +174,37 @@ def blocks():
 
 
 BLOCKS = blocks()
+EXTRAS = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+
+
+def required(extra):
+    """Names of distributions that an extra brings by itself."""
+    for line in EXTRAS[extra]:
+        one = Requirement(line)
+        if one.name == "sagebwd":
+            for part in one.extras:
+                yield from required(part)
+        elif one.marker is None or one.marker.evaluate():
+            yield one.name
+
+
+def extras_named(document):
+    """Extras that a page says to install."""
+    groups = re.findall(r"'\.\[([\w,]+)\]'", text_of(ROOT / document))
+    return {extra for group in groups for extra in group.split(",")}
+
+
+def test_pages_name_the_extra_of_what_their_code_imports():
+    brought = {
+        name for extra in ("cli", "transformers", "diffusers", "diagnostics", "trainers") for name in required(extra)
+    }
+    wrong = []
+    for place, _, code in BLOCKS:
+        document = place.partition(":")[0]
+        named = {name for extra in extras_named(document) for name in required(extra)}
+        if missing := package.imported(code.encode()) & brought - named:
+            wrong.append(f"{place}: {missing}")
+    assert not wrong
 
 
 def is_missing(need):
@@ -193,3 +228,5 @@ def test_code_in_the_documents_runs_as_printed(mark, code, tmp_path):
             pytest.skip(mark)
     outcome = programs.run(code, tmp_path)
     assert outcome.returncode == 0, outcome.stderr
+    for said in re.findall(r"^print\(.*\)\n# (.*)$", code, re.MULTILINE):  # what the page says that a line prints
+        assert re.search(".*".join(map(re.escape, said.split("..."))), outcome.stdout), f"{said}: {outcome.stdout}"

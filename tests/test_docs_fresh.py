@@ -1,37 +1,22 @@
 """Code of users' pages runs where there is only the package, what it requires and the extra of the page."""
 
-import re
 import subprocess
-import tomllib
 import venv
 from functools import cache
 
 import pytest
-from packaging.requirements import Requirement
 
-from tests.documents import ROOT, text_of
+from tests.documents import ROOT
 
 for needed in ("tools.tables.__main__", "tools.reference"):  # as tests.test_docs
     pytest.importorskip(needed)
 
-from tests.test_docs import BLOCKS, is_missing  # noqa: E402
+from tests.test_docs import BLOCKS, EXTRAS, extras_named, is_missing, required  # noqa: E402
 from tools import package  # noqa: E402
 
 pytestmark = pytest.mark.slow
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 NEEDED_BY_EXTRAS = {"accelerate": "diagnostics"}
 """What a block's mark names, and the extra that brings it."""
-
-
-def required(extra):
-    """Names of distributions that an extra brings by itself."""
-    for line in EXTRAS[extra]:
-        one = Requirement(line)
-        if one.name == "sagebwd":
-            for part in one.extras:
-                yield from required(part)
-        elif one.marker is None or one.marker.evaluate():
-            yield one.name
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +37,7 @@ def environment(tmp_path_factory):
 
 
 def extras_of(document, mark):
-    named = re.findall(r"'\.\[([\w,]+)\]'", text_of(ROOT / document))
-    found = {extra for group in named for extra in group.split(",")} & {"transformers", "diffusers", "trainers"}
+    found = extras_named(document) & {"transformers", "diffusers", "trainers"}
     if (need := mark.removeprefix("needs ")) in NEEDED_BY_EXTRAS:
         found.add(NEEDED_BY_EXTRAS[need])
     return tuple(sorted(found))
