@@ -28,6 +28,11 @@ def gains() -> str:
     over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
             if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
     over_sdpa = steps["sdpa", True]["ms"] / steps["sagebwd", True]["ms"]
+    large_over = {
+        row["compiled"]: f"{row['over_best']:.2f}" for name in OF_MODELS for row in rows_of_file(name)
+        if (row["model"], row["attention"]) == ("llama-8b", "sagebwd+fuse")
+    }  # fmt: skip
+    large = next(row for name in OF_MODELS for row in rows_of_file(name) if row["model"] == "llama-8b")
     call = next(
         row for row in rows_of_file(CARDS["H200"][0])
         if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", "fwd+bwd", True, at)
@@ -42,10 +47,10 @@ def gains() -> str:
         f"Uncompiled it is {over['sagebwd+fuse', False]} times as fast as with FlashAttention-4: a Llama's rotary "
         "embedding then runs [in the call](docs/qk-norm-rope.md#in-transformers) too, without which it is "
         f"{over['sagebwd', False]} times as fast. FlashAttention-3 was not timed in a step.",
-        "- **A 7B or 8B** was not timed. For a compiled step of an 8B at "
-        f"{length(at)} tokens on an H200 [our estimate](docs/questions.md#what-do-i-gain-on-a-7b) is "
-        f"{estimates.of('8B', at).gain(estimates.OVER):.2f} times as fast as with FlashAttention-4, without gradient "
-        "checkpointing, communication and FP8 linears.",
+        f"- **An 8B** at {length(at)} tokens, by {large['layers']} of Llama 3 8B's {large['whole_layers']} layers on "
+        f"an H200: {large_over[True]} times as fast as with FlashAttention-4 compiled, {large_over[False]} "
+        "uncompiled, without gradient checkpointing, communication and FP8 linears "
+        "([other sizes](docs/questions.md#what-do-i-gain-on-a-7b)).",
         f"- **A call** with {call['heads']} heads of {call['head_dim']}, {length(at)} tokens and a batch of "
         f"{call['batch']}, causal, forward and backward, takes {call['ms']:.2f} ms on an H200, where "
         f"{PEERS[call['peer']]}, the fastest in BF16, takes {call['peer_ms']:.2f}: "
