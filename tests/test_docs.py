@@ -199,13 +199,18 @@ def extras_named(document):
     return {extra for group in groups for extra in group.split(",")}
 
 
+BROUGHT = {name for extra in ("transformers", "diffusers", "diagnostics", "trainers") for name in required(extra)}
+
+
+def imported(code):
+    """Distributions of users' extras that a block imports."""
+    return package.imported(code.encode()) & BROUGHT
+
+
 def needed(document):
     """Distributions beside the package's own that a page's blocks need: what extras bring."""
-    brought = {name for extra in ("transformers", "diffusers", "diagnostics", "trainers") for name in required(extra)}
     place = f"{document.relative_to(ROOT)}:"
-    found = {
-        name for at, _, code in BLOCKS if at.startswith(place) for name in package.imported(code.encode())
-    } & brought
+    found = {name for at, _, code in BLOCKS if at.startswith(place) for name in imported(code)}
     for program, words in filter(None, map(started, shell_lines(text_of(document)))):
         if program.partition(".")[0] in ("lab", "benchmarks"):
             found.update(required("lab"))
