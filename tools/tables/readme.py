@@ -27,34 +27,40 @@ def gains() -> str:
     }  # fmt: skip
     over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
             if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
-    over_sdpa = steps["sdpa", True]["ms"] / steps["sagebwd", True]["ms"]
-    large_over = {
-        row["compiled"]: f"{row['over_best']:.2f}" for name in OF_MODELS for row in rows_of_file(name)
-        if (row["model"], row["attention"]) == ("llama-8b", "sagebwd+fuse")
-    }  # fmt: skip
-    large = next(row for name in OF_MODELS for row in rows_of_file(name) if row["model"] == "llama-8b")
-    call = next(
-        row for row in rows_of_file(CARDS["H200"][0])
-        if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", "fwd+bwd", True, at)
+    saved = steps["flash_attention_4", True]["ms"] - steps["sagebwd+fuse", True]["ms"]
+    fused, over_sdpa = "sagebwd+fuse", steps["sdpa", True]["ms"] / steps["sagebwd+fuse", True]["ms"]
+    large = {(row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
+             if row["model"] == "llama-8b"}  # fmt: skip
+    of_large = {key: f"{row['over_best']:.2f}" for key, row in large.items()}
+    one = large[fused, True]
+    call, alone = (
+        next(row for row in rows_of_file(CARDS["H200"][0])
+             if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", direction, True, at))
+        for direction in ("fwd+bwd", "fwd")
     )  # fmt: skip
     (frames, own), *_ = [(call, own) for call, own in speeds(rows_of_file(FILE)).items() if call[0] == "causal-frames"]
     over_flex, over_best = own[False, "fwd+bwd"]
     return "\n".join([
-        f"- **A step** of a 1.1B Llama with head_dim 128, at {length(at)} tokens a sequence and compiled on one H200, "
-        f"is {over['sagebwd', True]} times as fast as with FlashAttention-4. It is {over_sdpa:.2f} times as fast as "
-        "with Transformers' `sdpa`, mostly because that "
-        "[reads a dense mask there](docs/steps.md#what-sdpa-loses-in-a-compiled-model), which a line mends. "
-        f"Uncompiled it is {over['sagebwd+fuse', False]} times as fast as with FlashAttention-4: a Llama's rotary "
-        "embedding then runs [in the call](docs/qk-norm-rope.md#in-transformers) too, without which it is "
-        f"{over['sagebwd', False]} times as fast. FlashAttention-3 was not timed in a step.",
-        f"- **An 8B** at {length(at)} tokens, by {large['layers']} of Llama 3 8B's {large['whole_layers']} layers on "
-        f"an H200: {large_over[True]} times as fast as with FlashAttention-4 compiled, {large_over[False]} "
-        "uncompiled, without gradient checkpointing, communication and FP8 linears "
-        "([other sizes](docs/questions.md#what-do-i-gain-on-a-7b)).",
+        f"- **A step** of a 1.1B Llama with head_dim 128, at {length(at)} tokens a sequence on one H200, is "
+        f"{over[fused, True]} times as fast as with FlashAttention-4 under `torch.compile` and {over[fused, False]} "
+        f"times uncompiled ([times](docs/steps.md#time-a-model), medians of three). Of that {over['sagebwd', True]} "
+        f"and {over['sagebwd', False]} are attention's; the rest is the rotary embedding, which runs [in the "
+        "call](docs/qk-norm-rope.md#in-transformers) by default. FlashAttention-4 breaks the compiled graph in "
+        f"each layer: 8 of the {saved:.0f} ms saved are its copies. FlashAttention-3 was not timed in a step.",
+        f"- **An 8B**, by {one['layers']} of Llama 3 8B's {one['whole_layers']} layers, measured alike: "
+        f"{of_large[fused, True]} times as fast as with FlashAttention-4 compiled and {of_large[fused, False]} "
+        f"uncompiled, of which {of_large['sagebwd', True]} and {of_large['sagebwd', False]} are attention's. "
+        "Gradient checkpointing, communication and FP8 linears are not in it ([other "
+        "sizes](docs/questions.md#what-do-i-gain-on-a-7b)).",
+        f"- **Over Transformers' compiled `sdpa`** that 1.1B's step is {over_sdpa:.2f} times as fast, mostly "
+        "because compiled `sdpa` [reads a mask of tokens x "
+        "tokens](docs/steps.md#what-sdpa-loses-in-a-compiled-model). Two lines mend that for plain causal batches, "
+        "without low precision.",
         f"- **A call** with {call['heads']} heads of {call['head_dim']}, {length(at)} tokens and a batch of "
         f"{call['batch']}, causal, forward and backward, takes {call['ms']:.2f} ms on an H200, where "
         f"{PEERS[call['peer']]}, the fastest in BF16, takes {call['peer_ms']:.2f}: "
-        f"{call['peer_ms'] / call['ms']:.2f} times as fast ([speed](docs/results/speed.md)).",
+        f"{call['peer_ms'] / call['ms']:.2f} times as fast, its forward alone {alone['peer_ms'] / alone['ms']:.2f} "
+        "([speed](docs/results/speed.md)).",
         f"- **A call under a mask** of causal video frames, {frames[1]} tokens and {frames[2]} heads of {frames[4]} "
         f"as in Wan 2.1 1.3B, forward and backward, is {over_flex:.2f} times as fast as in compiled FlexAttention and "
         f"{over_best:.2f} times as fast as in the fastest other BF16 attention, on an H200 "
@@ -74,10 +80,10 @@ def memory() -> str:
             if (row["model"], row["compiled"]) == ("llama-1b-128", True)}  # fmt: skip
     return (
         "**Memory** of a call of `mixed` without a mask, at 4K to 16K tokens on an H200: between forward and backward "
-        f"it holds {kept} times the bytes that FlashAttention holds. While it runs, its peak is {peak} times "
+        f"it keeps {kept} times the bytes that FlashAttention keeps. While it runs, its peak is {peak} times "
         f"FlashAttention's, and {filled} times at head_dim 72, 80 and 112 ([memory](docs/results/steps.md#memory)). "
         "The peak of the 1.1B's compiled step is "
-        f"{step['sagebwd'] / step['flash_attention_4']:.2f} times its peak with FlashAttention-4."
+        f"{step['sagebwd+fuse'] / step['flash_attention_4']:.2f} times its peak with FlashAttention-4."
     )
 
 
@@ -89,7 +95,7 @@ def errors_of_smollm2() -> str:
         recipe = NAMES.get(name, name)
         of_call = " / ".join(f"{found[name][x][0]:.1%}" for x in TENSORS)
         of_weights = f"{weights[recipe]:.1%}" if recipe in weights else "not measured"
-        label = {"full": "16 bit (`full`)", "token": "`token` as it was: one first key in 16 bit, today 16"}
+        label = {"full": "16 bit (`full`)", "token": "`token`, an older form"}
         rows.append([label.get(name, f"`{recipe}`"), of_call, of_weights])
     return table(["recipe", "a call: O / dQ / dK / dV", "gradient of all weights"], rows)
 
@@ -105,10 +111,10 @@ def safety() -> str:
         f"{len(own[0].gaps)} seeds. `mixed` "
         f"ends {gap(own[0])} nats from 16 bit, within the margin of 0.02 that was set before the runs.",
         f"- **Trained further**: SmolLM2-135M for 500 steps at a learning rate of 1e-4, {len(own[1].gaps)} seeds. "
-        f"`mixed` ends {gap(own[1], 5)} nats from 16 bit: a gap, and within the margin of 0.001.",
-        "- **What a gap costs**: by a published scaling law a gap of "
-        f"{worth(gain, tokens):.4f} nats in a 7B trained on 2T tokens undoes what a step {gain} times as fast saves "
-        "([how](docs/results/pretraining.md#what-a-gap-costs)). The test from scratch cannot see a gap that small.",
+        f"`mixed` ends {gap(own[1], 5)} nats from 16 bit: slightly worse, by less than the margin of 0.001.",
+        "- **What a gap costs**: by a published scaling law a loss that is "
+        f"{worth(gain, tokens):.4f} nats higher cancels a step {gain} times as fast, in a 7B trained on 2T tokens "
+        "([how](docs/results/pretraining.md#what-a-gap-costs)). The test from scratch cannot see so small a gap.",
     ])  # fmt: skip
 
 
@@ -119,13 +125,14 @@ def limits() -> str:
     for (*_, sequences), own in packed_speeds().items():
         packed[sequences.endswith("x 2048")].append(own["fwd+bwd"])
     return (
-        "- **Short sequences.** Below 4K tokens calls gain nothing or lose: packed documents of 2K tokens run at "
-        f"{between(packed[True])} of FlashAttention-4's speed on an H200, forward and backward, where packs of "
-        f"documents of many lengths, to 8K, have {between(packed[False])}. Calls of 4K to 16K tokens are "
+        "- **Short sequences.** Below 4K tokens causal calls gain nothing or lose. Packed documents of 2K tokens "
+        f"run at {between(packed[True])} of FlashAttention-4's speed on an H200, forward and backward; packs of "
+        f"documents of many lengths, to 8K, run at {between(packed[False])}. Calls of 4K to 16K tokens are "
         f"{between(h200.values())} times as fast as the best BF16 kernel on an H200 that is kept busy, by head_dim, "
-        f"length and mask, and {between(h100.values())} on an H100, where FlashAttention-3 was not timed. On an idle "
-        "GPU, in [short bursts](docs/results/speed.md#short-bursts), they gain less. `auto` leaves calls that do not "
-        "gain to 16-bit attention."
+        f"length and mask. On an H100, where FlashAttention-3 was not timed, they are {between(h100.values())} "
+        "times as fast. In [short bursts](docs/results/speed.md#short-bursts) on an idle GPU most gain less. "
+        "`auto` hands calls that it predicts not to gain to 16-bit attention, but for those that torch's SDPA "
+        "cannot compute, such as a `block_mask`, `sinks` or `return_lse`: these always run on sagebwd's kernels."
     )
 
 
