@@ -3,16 +3,20 @@
 import importlib.util
 import re
 import shlex
+import tomllib
 from string import Template
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from tests import programs
 from tests.documents import ROOT, text_of
 
 tables = pytest.importorskip("tools.tables.__main__", reason="prints tables by rich, which is in the extra lab")
 reference = pytest.importorskip("tools.reference", reason="reads docstrings by pdoc")
+
+from tools import package  # noqa: E402
 
 PAGES = tables.pages()
 DOCUMENTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "configs").rglob("*.md")]
@@ -87,10 +91,15 @@ def started(line):
     return match and (match[1], shlex.split(line[match.end() :], comments=True))
 
 
+def shell_lines(text):
+    """Lines of a document's blocks of shell."""
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
 def commands(text):
     """Command lines of a document, in blocks of shell and in its sentences: the program and its words."""
-    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = shell_lines(text)
     lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCE.sub("", text))]
     variables: dict[str, str] = {}
     for line in lines:
@@ -170,6 +179,53 @@ def blocks():
 
 
 BLOCKS = blocks()
+EXTRAS = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+
+
+def required(extra):
+    """Names of distributions that an extra brings by itself."""
+    for line in EXTRAS[extra]:
+        one = Requirement(line)
+        if one.name == "sagebwd":
+            for part in one.extras:
+                yield from required(part)
+        elif one.marker is None or one.marker.evaluate():
+            yield one.name
+
+
+def extras_named(document):
+    """Extras that a page says to install."""
+    groups = re.findall(r"'\.\[([\w,]+)\]'", text_of(ROOT / document))
+    return {extra for group in groups for extra in group.split(",")}
+
+
+BROUGHT = {name for extra in ("transformers", "diffusers", "diagnostics", "trainers") for name in required(extra)}
+
+
+def imported(code):
+    """Distributions of users' extras that a block imports."""
+    return package.imported(code.encode()) & BROUGHT
+
+
+def needed(document):
+    """Distributions beside the package's own that a page's blocks need: what extras bring."""
+    place = f"{document.relative_to(ROOT)}:"
+    found = {name for at, _, code in BLOCKS if at.startswith(place) for name in imported(code)}
+    for program, words in filter(None, map(started, shell_lines(text_of(document)))):
+        if program.partition(".")[0] in ("lab", "benchmarks"):
+            found.update(required("lab"))
+        elif program == "sagebwd":
+            found.update(required("diagnostics" if words[0] == "trace" else "cli"))
+    return found
+
+
+def test_pages_name_the_extra_of_what_their_blocks_run():
+    missing = {}
+    for document in DOCUMENTS:
+        if document == ROOT / "README.md" or document.is_relative_to(ROOT / "docs"):
+            named = {name for extra in extras_named(document) for name in required(extra)}
+            missing[document.name] = needed(document) - named
+    assert not {name: names for name, names in missing.items() if names}
 
 
 def is_missing(need):
@@ -193,3 +249,5 @@ def test_code_in_the_documents_runs_as_printed(mark, code, tmp_path):
             pytest.skip(mark)
     outcome = programs.run(code, tmp_path)
     assert outcome.returncode == 0, outcome.stderr
+    for said in re.findall(r"^print\(.*\)\n# (.*)$", code, re.MULTILINE):  # what the page says that a line prints
+        assert re.search(".*".join(map(re.escape, said.split("..."))), outcome.stdout), f"{said}: {outcome.stdout}"

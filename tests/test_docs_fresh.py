@@ -1,49 +1,32 @@
 """Code of users' pages runs where there is only the package, what it requires and the extra of the page."""
 
-import re
 import subprocess
-import tomllib
 import venv
 from functools import cache
 
 import pytest
-from packaging.requirements import Requirement
 
-from tests.documents import ROOT, text_of
+from tests.documents import ROOT
 
 for needed in ("tools.tables.__main__", "tools.reference"):  # as tests.test_docs
     pytest.importorskip(needed)
 
-from tests.test_docs import BLOCKS, is_missing  # noqa: E402
+from tests.test_docs import BLOCKS, extras_named, imported, is_missing, required  # noqa: E402
 from tools import package  # noqa: E402
 
 pytestmark = pytest.mark.slow
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-NEEDED_BY_EXTRAS = {"accelerate": "diagnostics"}
-"""What a block's mark names, and the extra that brings it."""
-
-
-def required(extra):
-    """Names of distributions that an extra brings by itself."""
-    for line in EXTRAS[extra]:
-        one = Requirement(line)
-        if one.name == "sagebwd":
-            for part in one.extras:
-                yield from required(part)
-        elif one.marker is None or one.marker.evaluate():
-            yield one.name
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Of each set of extras, a Python that has them and the package's requirements."""
+    """Of each extra, a Python that has it and the package's requirements; of None, these alone."""
 
     @cache
-    def of(extras):
-        folder = tmp_path_factory.mktemp("-".join(extras) or "plain")
+    def of(extra):
+        folder = tmp_path_factory.mktemp(extra or "plain")
         venv.create(folder, symlinks=True)
         (site,) = (folder / "lib").glob("python*/site-packages")
-        names = package.closure("torch", "triton", *(name for extra in extras for name in required(extra)))
+        names = package.closure("torch", "triton", *(required(extra) if extra else ()))
         package.lend(names, site)
         (site / "sagebwd.pth").write_text(f"{ROOT / 'src'}\n")
         return folder / "bin" / "python"
@@ -51,12 +34,12 @@ def environment(tmp_path_factory):
     return of
 
 
-def extras_of(document, mark):
-    named = re.findall(r"'\.\[([\w,]+)\]'", text_of(ROOT / document))
-    found = {extra for group in named for extra in group.split(",")} & {"transformers", "diffusers", "trainers"}
-    if (need := mark.removeprefix("needs ")) in NEEDED_BY_EXTRAS:
-        found.add(NEEDED_BY_EXTRAS[need])
-    return tuple(sorted(found))
+def extra_of(document, code):
+    """Of the extras that a page names, the smallest that brings what a block imports; None of one that needs none."""
+    sizes = {
+        extra: len(set(required(extra))) for extra in extras_named(document) if imported(code) <= set(required(extra))
+    }
+    return min(sizes, key=sizes.get) if imported(code) else None
 
 
 def users_blocks():
@@ -68,10 +51,9 @@ def users_blocks():
 
 @pytest.mark.parametrize(("document", "mark", "code"), list(users_blocks()))
 def test_a_block_runs_with_what_its_page_names(document, mark, code, environment, tmp_path):
-    need = mark.removeprefix("needs ")
-    if mark and need not in EXTRAS and need not in NEEDED_BY_EXTRAS and is_missing(need):
+    if mark and is_missing(mark.removeprefix("needs ")):
         pytest.skip(mark)
-    python = environment(extras_of(document, mark))
+    python = environment(extra_of(document, code))
     done = subprocess.run(
         [python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
