@@ -173,6 +173,9 @@ def _loaded(elements: Tensor, tiles: Tensor | None, blocks: Tensor, keys: Tensor
     return Mask(elements, tiles, blocks, keys, queries=queries).kept()
 
 
+torch.serialization.add_safe_globals([_loaded])  # it makes a mask of tensors and nothing else
+
+
 class _Origin:
     """The mask that pytree code took apart: of which parts have stored tiles and queries, and which is a leaf of its
     own where it stands for the whole batch. Equal where the mask is the same object, as specifications of trees are
@@ -252,5 +255,5 @@ def _reduced(x: Tensor, padding: bool) -> Tensor:
         missing = -x.shape[dim] % BLOCK if x.shape[dim] > 1 else 0
         if missing:
             x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing), value=padding)
-    q, k = (min(BLOCK, x.shape[dim]) for dim in (2, 3))
+    q, k = (min(BLOCK, max(1, x.shape[dim])) for dim in (2, 3))  # of no tokens there is no block
     return x.unflatten(3, (-1, k)).unflatten(2, (-1, q)).transpose(3, 4)
