@@ -47,13 +47,13 @@ class SageAttention(torch.autograd.Function):
         with device_of(x.q):
             outputs = plan.forward(x.q, x.k, x.v, x.sinks, x.key_mask, mask, *offsets, prologue, True)
         keep_q, keep_k = plan.keeps
-        ctx.plan, ctx.before, ctx.sinks_dtype = plan, before, None if x.sinks is None else x.sinks.dtype
+        ctx.plan, ctx.before = plan, before
         # a mask that the user has read stays as it is; of others autograd watches what backward reads for writes
         ctx.mask, watched = (mask, ()) if mask is None or mask.is_kept else mask.without_watched()
         ctx.set_materialize_grads(False)
         rows = x.q if keep_q else None, x.k if keep_k else None, x.v
-        # in the operator's order, which may compute a checkpoint's forward again
-        ctx.save_for_backward(*savable(*rows, *outputs, *tensors[4:], *watched))
+        # in the operator's order, which may compute a checkpoint's forward again; of sinks the dtype alone is read
+        ctx.save_for_backward(*savable(*rows, *outputs, *tensors[3:], *watched))
         if not with_lse:
             return outputs[0]
         ctx.mark_non_differentiable(outputs[2])
@@ -66,7 +66,7 @@ class SageAttention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         q, k, v, o, lse, workspace, *rest = ctx.saved_tensors
         count = len(ctx.needs_input_grad) - 4
-        x, watched = Tensors(q, k, v, None, *rest[: count - 4]), rest[count - 4 :]
+        x, watched = Tensors(q, k, v, *rest[: count - 3]), rest[count - 3 :]
         mask = ctx.mask.with_watched(watched) if watched and watched[0] is not None else ctx.mask
         do = torch.zeros_like(o) if do is None else do
         prologue = Prologue(*ctx.before, *x[7:]) if ctx.before else None
@@ -75,7 +75,7 @@ class SageAttention(torch.autograd.Function):
             masks = x.key_mask, mask, x.cu_seqlens_q, x.cu_seqlens_k
             found = ctx.plan.backward(do, dlse, x.q, x.k, x.v, o, lse, workspace, *masks, prologue)
         dq, dk, dv, *weights, dsinks = found
-        gradients = Tensors(dq, dk, dv, dsinks.to(ctx.sinks_dtype) if ctx.needs_input_grad[7] else None)
+        gradients = Tensors(dq, dk, dv, dsinks.to(x.sinks.dtype) if ctx.needs_input_grad[7] else None)
         if weights:
             gradients = gradients._replace(
                 q_weight=_like(weights[0], x.q_weight), k_weight=_like(weights[1], x.k_weight)
