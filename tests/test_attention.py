@@ -386,10 +386,11 @@ def test_lse_of_no_heads(recipe):
     assert x.grad.shape == x.shape
 
 
-def test_padding_of_no_heads_and_no_keys():
+def test_padding_of_no_heads():
     """Regression: IndexError, of a mask that holds for all heads, of which there are none."""
     q, k = torch.zeros(2, 0, 5, 8), torch.zeros(2, 0, 0, 8)
-    assert sage_attention(q, k, k, torch.ones(1, 0, 1, 0, dtype=torch.bool), recipe="full").shape == q.shape
+    padding = torch.ones(2, 1, 1, 0, dtype=torch.bool).expand(2, 0, 5, 0)
+    assert sage_attention(q, k, k, padding, recipe="full").shape == q.shape
 
 
 def test_recipe_object_name_and_text_are_one():
