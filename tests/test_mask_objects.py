@@ -116,6 +116,18 @@ def test_a_mask_of_no_tokens(tokens):
     assert not any(x.any() for x in (o, q.grad, k.grad))
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_a_mask_that_is_cast_is_refused(reader):
+    """Regression: 1.0 off as bool, else torch's error of a condition; also where a call like it has been planned."""
+    mask = READERS[reader](SHOWN)
+    assert_shows(SHOWN, mask)
+    with pytest.raises(TypeError, match="a mask has no dtype"):
+        mask.to(torch.float32)
+    for cast in (Tensor.float, Tensor.bool):
+        with pytest.raises(TypeError, match=r"block_mask: its [a-z]+ were cast"):
+            assert_shows(SHOWN, tree_map(cast, mask))
+
+
 class Layer(nn.Module):
     """A module that holds a mask."""
 

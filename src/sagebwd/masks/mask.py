@@ -115,8 +115,18 @@ class Mask:
         """Whether it is added to the scores."""
         return self.elements.is_floating_point()
 
+    def check_dtypes(self) -> None:
+        """Raises TypeError where all tensors were cast, which but for a bias hold no numbers to round."""
+        expected = {"tiles": torch.int32, "blocks": torch.uint8, "keys": torch.bool}
+        for name, dtype in expected.items():
+            x = getattr(self, name)
+            if x is not None and x.dtype != dtype:
+                raise TypeError(f"block_mask: its {name} were cast from {dtype} to {x.dtype}; leave them as they are")
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Mask:
-        """The same on another device."""
+        """The same on another device. Raises TypeError for a dtype."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"block_mask.to({device}): expected a device; a mask has no dtype of its own")
         moved = (None if x is None else x.to(device, non_blocking=non_blocking) for x in self.tensors)
         moved = self.with_tensors(*moved)
         return moved if self.parts is None else moved.kept()
