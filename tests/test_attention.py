@@ -386,6 +386,21 @@ def test_lse_of_no_heads(recipe):
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.parametrize("by_vmap", [False, True])
+@pytest.mark.parametrize("in_a_mode", [False, True])
+def test_gradients_at_once_are_refused(in_a_mode, by_vmap):
+    """Regression: torch's errors of a batching rule and of a pointer."""
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with FlopCounterMode(display=False) if in_a_mode else nullcontext():
+        o = sage_attention(q, q, q, recipe="token")
+    do = torch.ones(2, *o.shape)
+    with pytest.raises(NotImplementedError, match="several gradients at once"):
+        if by_vmap:
+            torch.vmap(lambda x: torch.autograd.grad(o, q, x))(do)
+        else:
+            torch.autograd.grad(o, q, do, is_grads_batched=True)
+
+
 def test_padding_of_no_heads():
     """Regression: IndexError, of a mask that holds for all heads, of which there are none."""
     q, k = torch.zeros(2, 0, 5, 8), torch.zeros(2, 0, 0, 8)

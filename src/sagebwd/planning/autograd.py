@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Prologue
-from sagebwd.derivatives import once_differentiable, savable
+from sagebwd.derivatives import once_differentiable, refuse_batched, savable
 from sagebwd.kernels.runtime.device import device_of
 
 _AS_IT_IS = nullcontext()
@@ -64,6 +64,7 @@ class SageAttention(torch.autograd.Function):
         """`Plan.backward`."""
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
+        refuse_batched(do, dlse)
         q, k, v, o, lse, workspace, *rest = ctx.saved_tensors
         count = len(ctx.needs_input_grad) - 4
         x, watched = Tensors(q, k, v, *rest[: count - 3]), rest[count - 3 :]
