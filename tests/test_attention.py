@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -394,11 +395,10 @@ def test_gradients_at_once_are_refused(in_a_mode, by_vmap):
     with FlopCounterMode(display=False) if in_a_mode else nullcontext():
         o = sage_attention(q, q, q, recipe="token")
     do = torch.ones(2, *o.shape)
+    by_grad = partial(torch.autograd.grad, o, q, is_grads_batched=True)
+    differentiated = torch.vmap(partial(torch.autograd.grad, o, q)) if by_vmap else by_grad
     with pytest.raises(NotImplementedError, match="several gradients at once"):
-        if by_vmap:
-            torch.vmap(lambda x: torch.autograd.grad(o, q, x))(do)
-        else:
-            torch.autograd.grad(o, q, do, is_grads_batched=True)
+        differentiated(do)
 
 
 def test_padding_of_no_heads():

@@ -128,6 +128,20 @@ def test_a_mask_that_is_cast_is_refused(reader):
             assert_shows(SHOWN, tree_map(cast, mask))
 
 
+def test_a_mask_as_an_input_of_a_program_is_refused():
+    """Regression: a flatten_with_keys_fn that torch did not find."""
+    given = *inputs()[:3], READERS["blocks"](SHOWN)
+    with pytest.raises(NotImplementedError, match="hold it in the module"):
+        torch.export.export(AttentionOf(), given, strict=False)
+
+
+class AttentionOf(nn.Module):
+    """Attention under a mask that it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return sage_attention(q, k, v, block_mask=mask)
+
+
 class Layer(nn.Module):
     """A module that holds a mask."""
 

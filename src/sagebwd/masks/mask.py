@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -228,7 +228,17 @@ def _rebuilt(leaves: Iterable[Any], origin: _Origin) -> Mask:
     return rebuilt
 
 
-register_pytree_node(Mask, _flattened, _rebuilt, serialized_type_name="sagebwd.masks.mask.Mask")
+def _refuse_keys(mask: Mask) -> NoReturn:
+    """What torch.export asks of its inputs: a program of one mask's leaves would take no other mask."""
+    raise NotImplementedError(
+        "block_mask: torch.export takes no mask that was read as an input; hold it in the module, whose program then "
+        "has it, or give attn_mask, a tensor"
+    )
+
+
+register_pytree_node(
+    Mask, _flattened, _rebuilt, serialized_type_name="sagebwd.masks.mask.Mask", flatten_with_keys_fn=_refuse_keys
+)
 
 
 def shown(elements: Tensor) -> Tensor:
