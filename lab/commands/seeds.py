@@ -25,7 +25,8 @@ def seeds(
 ) -> None:
     """Train a config's variants with several seeds, side by side, and print the paired gaps to the first.
 
-    Runs that have finished are kept; the same command goes on with those that were stopped.
+    Runs that have finished are kept; the same command goes on with those that were stopped. While some have not ended
+    no gap is printed: each look at a comparison counts.
     """
     chosen, numbers = load(config, setting), _seeds(seeds)
     chosen.chosen(only)  # a name that is wrong is said before the imports
@@ -39,7 +40,7 @@ def seeds(
         left = runs.train(chosen, numbers, folder, only, jobs, seconds, results)
     if left:
         errors.print(f"lab: {len(left)} runs have not ended: {', '.join(left)}; the same command goes on")
-    if (folder / COMPARISON).exists():
+    elif (folder / COMPARISON).exists():
         console.print(measured.table(measured.gaps([folder], margin=margin), margin))
 
 

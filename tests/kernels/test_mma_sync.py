@@ -21,6 +21,7 @@ from tools.cross_compile import BINARIES, count, matrix_loops
 
 pytest.importorskip("triton")
 
+from sagebwd.kernels.families import MMA_SYNC
 from sagebwd.kernels.mma_sync import launch
 from sagebwd.kernels.mma_sync.variant import (
     BACKWARD,
@@ -67,6 +68,10 @@ def variant(
         return finish_variant(variant(BACKWARD, head_dim, capability, half=half, int8_dp=int8_dp))
     settings = {"first_keys": first_keys, "int8_dp": int8_dp, "turned": head_dim if direction == BACKWARD else 0}
     return variant_of(direction, head_dim, capability, half=half, **settings)
+
+
+def test_every_card_that_it_is_tried_first_on_is_compiled_for():
+    assert set(MMA_SYNC.first_on) <= SHARED_BYTES.keys()
 
 
 @pytest.mark.parametrize("capability", SHARED_BYTES)

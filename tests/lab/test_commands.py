@@ -146,6 +146,19 @@ def test_one_run_and_a_comparison_have_folders_of_their_own(command, config, tmp
         assert (code, "one holds a run of `python -m lab pretrain`" in err) == (2, True)
 
 
+@pytest.mark.parametrize("left", [[], ["seed-1/mixed"]])
+def test_no_gap_is_looked_at_before_all_runs_have_ended(left, command, config, tmp_path, monkeypatch):
+    """Regression: a comparison registered for one look printed the gaps of the first six of forty runs."""
+    from lab.training import gaps, seeds
+
+    (tmp_path / "comparison.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(seeds, "train", lambda *_: left)
+    monkeypatch.setattr(gaps, "gaps", lambda *_, **__: [])
+    monkeypatch.setattr(gaps, "table", lambda *_: "the gaps")
+    code, out, err = command("seeds", "--config", config, "--seeds", "0-1", "--output", tmp_path)
+    assert (code, "the gaps" in out, "seed-1/mixed" in err) == (0, not left, bool(left))
+
+
 def test_trace_reads_texts_by_the_tokeniser_of_a_run(command, sagebwd, config, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "ENCODERS", [])
     settings = ("--set", "data.tokenizer=bytes", "--set", "model.qk_norm=true")

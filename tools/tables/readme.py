@@ -9,7 +9,7 @@ from tools.tables.masks import FILE, speeds
 from tools.tables.pretraining import FROM_SCRATCH, SIZES, TRAINED_ON, find, gap, rows_of
 from tools.tables.results import BENCHMARKS, PEERS, RECIPES, TENSORS, load
 from tools.tables.results import rows_of as rows_of_file
-from tools.tables.speed import CARDS, LENGTHS, packed_speeds, training_speeds
+from tools.tables.speed import CARDS, packed_speeds, training_speeds
 from tools.tables.steps import OF_MODELS, calls_of, over_flash_attention
 
 H200_SUITE, H100_SUITE = "h200_2026-11-29_94980822", "h100_2026-11-24_b1f1da0"
@@ -27,39 +27,51 @@ def gains() -> str:
     }  # fmt: skip
     over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
             if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
-    over_sdpa = steps["sdpa", True]["ms"] / steps["sagebwd", True]["ms"]
-    call = next(
-        row for row in rows_of_file(CARDS["H200"][0])
-        if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", "fwd+bwd", True, at)
+    saved = steps["flash_attention_4", True]["ms"] - steps["sagebwd+fuse", True]["ms"]
+    fused, over_sdpa = "sagebwd+fuse", steps["sdpa", True]["ms"] / steps["sagebwd+fuse", True]["ms"]
+    large = {(row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
+             if row["model"] == "llama-8b"}  # fmt: skip
+    of_large = {key: f"{row['over_best']:.2f}" for key, row in large.items()}
+    one = large[fused, True]
+    call, alone = (
+        next(row for row in rows_of_file(CARDS["H200"][0])
+             if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", direction, True, at))
+        for direction in ("fwd+bwd", "fwd")
     )  # fmt: skip
     (frames, own), *_ = [(call, own) for call, own in speeds(rows_of_file(FILE)).items() if call[0] == "causal-frames"]
     over_flex, over_best = own[False, "fwd+bwd"]
     return "\n".join([
-        f"- **A step** of a 1.1B Llama with head_dim 128, at {length(at)} tokens a sequence and compiled on one H200, "
-        f"is {over['sagebwd', True]} times as fast as with FlashAttention-4. It is {over_sdpa:.2f} times as fast as "
-        "with Transformers' `sdpa`, mostly because that "
-        "[reads a dense mask there](docs/steps.md#what-sdpa-loses-in-a-compiled-model), which a line mends. "
-        f"Uncompiled it is {over['sagebwd+fuse', False]} times as fast as with FlashAttention-4: a Llama's rotary "
-        "embedding then runs [in the call](docs/qk-norm-rope.md#in-transformers) too, without which it is "
-        f"{over['sagebwd', False]} times as fast. FlashAttention-3 was not timed in a step.",
-        "- **A 7B or 8B** was not timed. For a compiled step of an 8B at "
-        f"{length(at)} tokens on an H200 [our estimate](docs/questions.md#what-do-i-gain-on-a-7b) is "
-        f"{estimates.of('8B', at).gain(estimates.OVER):.2f} times as fast as with FlashAttention-4, without gradient "
-        "checkpointing, communication and FP8 linears.",
+        f"- **A step** of a 1.1B Llama with head_dim 128, at {length(at)} tokens a sequence on one H200, is "
+        f"{over[fused, True]} times as fast as with FlashAttention-4 under `torch.compile` and {over[fused, False]} "
+        "times uncompiled ([times](docs/steps.md#time-a-model): steps of 32K tokens, medians of three rounds). "
+        f"With the rotary embedding outside of attention's kernels it is {over['sagebwd', True]} and "
+        f"{over['sagebwd', False]}: [inside](docs/qk-norm-rope.md#in-transformers) is the default of Llama and "
+        f"Qwen3 with `use_cache=False`. Graph breaks of FlashAttention-4 cause copies, about 7 of the {saved:.0f} "
+        "ms saved. FlashAttention-3 was not timed in a step.",
+        f"- **An 8B**, by {one['layers']} of Llama 3 8B's {one['whole_layers']} layers, measured alike: "
+        f"{of_large[fused, True]} times as fast as with FlashAttention-4 compiled and {of_large[fused, False]} "
+        f"uncompiled; with the rotary embedding outside {of_large['sagebwd', True]} and {of_large['sagebwd', False]}. "
+        "Gradient checkpointing, communication and FP8 linears are not in it "
+        "([other sizes](docs/questions.md#what-do-i-gain-on-a-7b)).",
+        f"- **Over Transformers' compiled `sdpa`** that 1.1B's step is {over_sdpa:.2f} times as fast, mostly "
+        "because compiled `sdpa` [reads a mask of tokens x "
+        "tokens](docs/steps.md#what-sdpa-loses-in-a-compiled-model). Two lines mend that for plain causal batches, "
+        "without low precision.",
         f"- **A call** with {call['heads']} heads of {call['head_dim']}, {length(at)} tokens and a batch of "
         f"{call['batch']}, causal, forward and backward, takes {call['ms']:.2f} ms on an H200, where "
         f"{PEERS[call['peer']]}, the fastest in BF16, takes {call['peer_ms']:.2f}: "
-        f"{call['peer_ms'] / call['ms']:.2f} times as fast ([speed](docs/results/speed.md)).",
+        f"{call['peer_ms'] / call['ms']:.2f} times as fast, its forward alone {alone['peer_ms'] / alone['ms']:.2f} "
+        "([speed](docs/results/speed.md)).",
         f"- **A call under a mask** of causal video frames, {frames[1]} tokens and {frames[2]} heads of {frames[4]} "
-        f"as in Wan 2.1 1.3B, forward and backward, is {over_flex:.2f} times as fast as in compiled FlexAttention and "
-        f"{over_best:.2f} times as fast as in the fastest other BF16 attention, on an H200 "
-        "([masks](docs/masks.md#what-it-costs)).",
+        f"as in Wan 2.1 1.3B, forward and backward, the `BlockMask` passed as it is, is {over_flex:.2f} times as "
+        f"fast as in compiled FlexAttention and {over_best:.2f} times as fast as in the fastest other BF16 "
+        "attention, on an H200 ([masks](docs/masks.md#what-it-costs)).",
     ])  # fmt: skip
 
 
 def memory() -> str:
     """What a call keeps and its peak, and the peak of a step."""
-    calls = [(widths[0], own) for tokens in LENGTHS for widths, own in calls_of(tokens).items()]
+    calls = [(widths[0], own) for widths, own in calls_of(4096).items()]
     kept = between(over_flash_attention("kept_bytes", own) for _, own in calls)
     peak, filled = (
         between(over_flash_attention("peak_bytes", own) for width, own in calls if (width in FILLED) == which)
@@ -68,11 +80,11 @@ def memory() -> str:
     step = {row["attention"]: row["peak_bytes"] for name in OF_MODELS for row in rows_of_file(name)
             if (row["model"], row["compiled"]) == ("llama-1b-128", True)}  # fmt: skip
     return (
-        "**Memory** of a call of `mixed` without a mask, at 4K to 16K tokens on an H200: between forward and backward "
-        f"it holds {kept} times the bytes that FlashAttention holds. While it runs, its peak is {peak} times "
+        "**Memory** of a call of `mixed` without a mask, at 4K tokens on an H200: between forward and backward "
+        f"it keeps {kept} times the bytes that FlashAttention keeps. While it runs, its peak is {peak} times "
         f"FlashAttention's, and {filled} times at head_dim 72, 80 and 112 ([memory](docs/results/steps.md#memory)). "
         "The peak of the 1.1B's compiled step is "
-        f"{step['sagebwd'] / step['flash_attention_4']:.2f} times its peak with FlashAttention-4."
+        f"{step['sagebwd+fuse'] / step['flash_attention_4']:.2f} times its peak with FlashAttention-4."
     )
 
 
@@ -84,7 +96,7 @@ def errors_of_smollm2() -> str:
         recipe = NAMES.get(name, name)
         of_call = " / ".join(f"{found[name][x][0]:.1%}" for x in TENSORS)
         of_weights = f"{weights[recipe]:.1%}" if recipe in weights else "not measured"
-        label = {"full": "16 bit (`full`)", "token": "`token` as it was: one first key in 16 bit, today 16"}
+        label = {"full": "16 bit (`full`)", "token": "`token(first_keys=1)`, an older form of `token`"}
         rows.append([label.get(name, f"`{recipe}`"), of_call, of_weights])
     return table(["recipe", "a call: O / dQ / dK / dV", "gradient of all weights"], rows)
 
@@ -96,14 +108,15 @@ def safety() -> str:
     tokens = next(tokens for name, tokens, _ in SIZES if name == "7B")
     own = [rows_of(test)[0] for test in (scratch, further)]
     return "\n".join([
-        "- **From scratch**: 35M weights with QK-norm, 4K tokens a sequence, 39.3M tokens, 16K a step, "
+        "- **From scratch**: 35M weights with QK-norm, heads of 64, 4K tokens a sequence, 39.3M tokens, 16K a step, "
         f"{len(own[0].gaps)} seeds. `mixed` "
         f"ends {gap(own[0])} nats from 16 bit, within the margin of 0.02 that was set before the runs.",
-        f"- **Trained further**: SmolLM2-135M for 500 steps at a learning rate of 1e-4, {len(own[1].gaps)} seeds. "
-        f"`mixed` ends {gap(own[1], 5)} nats from 16 bit: a gap, and within the margin of 0.001.",
-        "- **What a gap costs**: by a published scaling law a gap of "
-        f"{worth(gain, tokens):.4f} nats in a 7B trained on 2T tokens undoes what a step {gain} times as fast saves "
-        "([how](docs/results/pretraining.md#what-a-gap-costs)). The test from scratch cannot see a gap that small.",
+        "- **Trained further**: SmolLM2-135M, heads of 64, for 500 steps of 8K tokens at a learning rate of 1e-4, "
+        f"{len(own[1].gaps)} seeds. `mixed` ends {gap(own[1], 5)} nats from 16 bit: slightly worse, by less than "
+        "the margin of 0.001.",
+        f"- **What a gap costs**: for a 7B on 2T tokens a gap of {worth(gain, tokens):.4f} nats cancels a step "
+        f"{gain} times as fast, by a published scaling law ([how](docs/results/pretraining.md#what-a-gap-costs)). "
+        "The test from scratch cannot see so small a gap.",
     ])  # fmt: skip
 
 
@@ -114,13 +127,14 @@ def limits() -> str:
     for (*_, sequences), own in packed_speeds().items():
         packed[sequences.endswith("x 2048")].append(own["fwd+bwd"])
     return (
-        "- **Short sequences.** Below 4K tokens calls gain nothing or lose: packed documents of 2K tokens run at "
-        f"{between(packed[True])} of FlashAttention-4's speed on an H200, forward and backward, where packs of "
-        f"documents of many lengths, to 8K, have {between(packed[False])}. Calls of 4K to 16K tokens are "
-        f"{between(h200.values())} times as fast as the best BF16 kernel on an H200 that is kept busy, by head_dim, "
-        f"length and mask, and {between(h100.values())} on an H100, where FlashAttention-3 was not timed. On an idle "
-        "GPU, in [short bursts](docs/results/speed.md#short-bursts), they gain less. `auto` leaves calls that do not "
-        "gain to 16-bit attention."
+        "- **Short sequences.** Below 4K tokens causal calls gain nothing or lose. Packed documents of 2K tokens "
+        f"run at {between(packed[True])} of FlashAttention-4's speed on an H200, forward and backward; packs of "
+        f"documents of many lengths, to 8K, run at {between(packed[False])}. Calls of 4K to 16K tokens, forward and "
+        f"backward, are {between(h200.values())} times as fast as the best BF16 kernel on an H200 that is kept "
+        "busy, by head_dim, length and mask. On an H100, where FlashAttention-3 was not timed, they are "
+        f"{between(h100.values())} times as fast. In [short bursts](docs/results/speed.md#short-bursts) on an idle "
+        "GPU most causal calls gain nothing or lose. `auto` gives calls without a gain to 16-bit attention. What "
+        "SDPA cannot compute (`block_mask`, `sinks`, `return_lse`) always runs on sagebwd's kernels."
     )
 
 
