@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -322,6 +323,27 @@ def test_lse_of_no_heads(recipe):
     assert (lse.shape, dense.shape) == ((0, 6), (1, 0, 6))
     (lse.sum() + dense.sum()).backward()
     assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("by_vmap", [False, True])
+@pytest.mark.parametrize("in_a_mode", [False, True])
+def test_gradients_at_once_are_refused(in_a_mode, by_vmap):
+    """Regression: torch's errors of a batching rule and of a pointer."""
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with FlopCounterMode(display=False) if in_a_mode else nullcontext():
+        o = sage_attention(q, q, q, recipe="token")
+    do = torch.ones(2, *o.shape)
+    by_grad = partial(torch.autograd.grad, o, q, is_grads_batched=True)
+    differentiated = torch.vmap(partial(torch.autograd.grad, o, q)) if by_vmap else by_grad
+    with pytest.raises(NotImplementedError, match="several gradients at once"):
+        differentiated(do)
+
+
+def test_padding_of_no_heads():
+    """Regression: IndexError, of a mask that holds for all heads, of which there are none."""
+    q, k = torch.zeros(2, 0, 5, 8), torch.zeros(2, 0, 0, 8)
+    padding = torch.ones(2, 1, 1, 0, dtype=torch.bool).expand(2, 0, 5, 0)
+    assert sage_attention(q, k, k, padding, recipe="full").shape == q.shape
 
 
 def test_recipe_object_name_and_text_are_one():

@@ -105,6 +105,43 @@ def test_a_slice_of_the_batch_is_a_slice(rows):
         READERS["elements"](SHOWN)[rows]
 
 
+@pytest.mark.parametrize("tokens", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_a_mask_of_no_tokens(tokens):
+    """Regression: torch's "cannot reshape tensor of 0 elements", in a trace too."""
+    q, k = (torch.randn(2, 2, count, 16, requires_grad=True) for count in tokens)
+    elements = torch.ones(2, 1, *tokens, dtype=torch.bool)
+    o = sage_attention(q, k, k, block_mask=READERS["elements"](elements), recipe="token")
+    torch.ops.sagebwd.mask_blocks(elements)
+    o.sum().backward()
+    assert not any(x.any() for x in (o, q.grad, k.grad))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_mask_that_is_cast_is_refused(reader):
+    """Regression: 1.0 off as bool, else torch's error of a condition; also where a call like it has been planned."""
+    mask = READERS[reader](SHOWN)
+    assert_shows(SHOWN, mask)
+    with pytest.raises(TypeError, match="a mask has no dtype"):
+        mask.to(torch.float32)
+    for cast in (Tensor.float, Tensor.bool):
+        with pytest.raises(TypeError, match=r"block_mask: its [a-z]+ were cast"):
+            assert_shows(SHOWN, tree_map(cast, mask))
+
+
+def test_a_mask_as_an_input_of_a_program_is_refused():
+    """Regression: a flatten_with_keys_fn that torch did not find."""
+    given = *inputs()[:3], READERS["blocks"](SHOWN)
+    with pytest.raises(NotImplementedError, match="hold it in the module"):
+        torch.export.export(AttentionOf(), given, strict=False)
+
+
+class AttentionOf(nn.Module):
+    """Attention under a mask that it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return sage_attention(q, k, v, block_mask=mask)
+
+
 class Layer(nn.Module):
     """A module that holds a mask."""
 
@@ -117,7 +154,7 @@ def saved(mask: Mask) -> Mask:
     file = io.BytesIO()
     torch.save(mask, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file)  # by its default, which makes known objects alone
 
 
 COPIES = {

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from sagebwd import explain, sage_attention, sage_attention_varlen
 from sagebwd.reference.metrics import relative_l2
@@ -205,3 +207,13 @@ def test_what_is_no_sinks_is_refused(sinks, error, message):
     rows, offsets = q[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(error, match=message):
         sage_attention_varlen(rows, rows, rows, offsets, offsets, 8, 8, sinks=sinks)
+
+
+def test_a_checkpoint_is_computed_again_outside_of_the_mode_that_forward_ran_in():
+    """Regression: another number of saved tensors, which torch refuses, as where FLOPs of forward are counted."""
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    sinks = torch.zeros(2, requires_grad=True)
+    with FlopCounterMode(display=False):
+        o = checkpoint(sage_attention, q, q, q, sinks=sinks, recipe="token", use_reentrant=False)
+    o.sum().backward()
+    assert sinks.grad.any()

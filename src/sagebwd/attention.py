@@ -239,7 +239,7 @@ def _planned(
         return None
     if contender is None:
         padding = None
-        if elements is not None and elements.shape[2] and mask_argument.is_key_padding(elements):
+        if elements is not None and elements.numel() and mask_argument.is_key_padding(elements):
             padding, elements = elements[:, 0, 0].expand(k.shape[0], k.shape[2]), None
         call = checked.call(choice.recipe)
         plan = Plan(choice, call, q, k, sinks=sinks is not None, padding=padding, elements=elements)

@@ -7,10 +7,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_is_batched, _is_batched_by_grad = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+
 
 def savable(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors, copied where they were made in inference mode: autograd saves no such tensor."""
     return [x.clone() if x is not None and x.is_inference() else x for x in tensors]
+
+
+def refuse_batched(*gradients: Tensor | None) -> None:
+    """Raises NotImplementedError where vmap gives a backward the gradients of several outputs at once."""
+    for x in gradients:
+        if x is not None and (_is_batched(x) or _is_batched_by_grad(x)):
+            raise NotImplementedError(
+                "several gradients at once (is_grads_batched=True, jacobian with vectorize=True, vmap of a backward) "
+                "are not supported by sagebwd's attention; call backward for one after the other, or use "
+                "torch.nn.functional.scaled_dot_product_attention"
+            )
 
 
 class _OnceDifferentiable(torch.autograd.Function):

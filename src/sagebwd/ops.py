@@ -21,7 +21,7 @@ from torch import Tensor
 from sagebwd import checks, dispatch
 from sagebwd.cache import PLANS, layout_of
 from sagebwd.call import Ask, Call, Prologue, empty_gradients, empty_like_rows, keeps_inputs
-from sagebwd.derivatives import once_differentiable, savable
+from sagebwd.derivatives import once_differentiable, refuse_batched, savable
 from sagebwd.dispatch import Choice
 from sagebwd.kernels.families import REFERENCE
 from sagebwd.kernels.masks.blocks import blocks_of
@@ -260,6 +260,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, dlse, _):
         if do is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
+        refuse_batched(do, dlse)
         saved = dict(zip(ctx.saved, ctx.saved_tensors))
         do = torch.zeros_like(saved["o"]) if do is None else do
         with torch.no_grad():

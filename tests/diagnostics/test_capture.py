@@ -124,6 +124,8 @@ def test_a_window_and_an_encoder_that_is_not_causal_are_the_models(
 @pytest.mark.parametrize("outcome", ["success", "failure"])
 def test_the_model_is_left_as_it_was(outcome):
     model = build("qwen3").train()
+    model.model.layers[0].eval()  # regression: what was frozen trained afterwards
+    modes = [part.training for part in model.modules()]
     expected = model(input_ids=tokens(1, 20)).logits
     if outcome == "success":
         capture(model, tokens(1, 20))
@@ -131,7 +133,7 @@ def test_the_model_is_left_as_it_was(outcome):
         with pytest.raises(ValueError, match="layers: 7"):
             capture(model, tokens(1, 20), layers=[7])
     assert model.config._attn_implementation == "sdpa"
-    assert model.training
+    assert [part.training for part in model.modules()] == modes
     assert all(weight.grad is None for weight in model.parameters())
     assert torch.equal(model(input_ids=tokens(1, 20)).logits, expected)
 

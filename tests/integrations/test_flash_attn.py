@@ -121,6 +121,12 @@ def test_packed_sequences(causal, window):
         torch.testing.assert_close(gradient, torch.cat([x[1][index][0] for x in alone]))
 
 
+def test_a_band_of_an_empty_batch():
+    """Regression: a refusal of cu_seqlens_q, which nobody gave."""
+    q, k = torch.zeros(0, 5, 2, 8), torch.zeros(0, 7, 2, 8)
+    assert flash_attn_func(q, k, k, causal=True).shape == q.shape
+
+
 def test_queries_keys_and_values_in_one_tensor():
     q, k, v, do = drawn(kv_heads=4)
     (o,), gradients = outcome(lambda *x: flash_attn_func(*x, causal=True, **EXACT), (q, k, v), do)

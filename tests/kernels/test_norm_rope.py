@@ -148,6 +148,13 @@ def test_second_derivatives_are_refused():
             torch.autograd.grad(dq.square().sum(), x, retain_graph=True)
 
 
+def test_gradients_at_once_are_refused():
+    given = arguments()
+    rotated = norm_rope_ops.qk_norm_rope(*given)[0]
+    with pytest.raises(NotImplementedError, match="several gradients at once"):
+        torch.autograd.grad(rotated, given[0], torch.ones(2, *rotated.shape), is_grads_batched=True)
+
+
 def attend(q, k, v, q_weight, k_weight, cos, sin, **settings):
     return qk_norm_rope_attention(
         q, k, v, q_weight=q_weight, k_weight=k_weight, eps=EPS, cos=cos, sin=sin, is_causal=True, enable_gqa=True,

@@ -105,7 +105,7 @@ def capture(model: PreTrainedModel, token_ids: Tensor, *, layers: Sequence[int] 
     _check_fits(model, token_ids)
     token_ids = token_ids.to(model.device)
     optional = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    training = model.training
+    modes = [(part, part.training) for part in model.modules()]  # of which some may be frozen
     with _recording(model) as calls, torch.enable_grad():
         try:
             model.eval()
@@ -119,7 +119,8 @@ def capture(model: PreTrainedModel, token_ids: Tensor, *, layers: Sequence[int] 
                 ) from None
             raise
         finally:
-            model.train(training)
+            for part, mode in modes:
+                part.training = mode
         return [_captured(layer, *calls[layer][:-1], do) for layer, do in zip(chosen, gradients)]
 
 

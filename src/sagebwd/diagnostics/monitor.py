@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 
 import torch
@@ -226,8 +226,10 @@ class AttentionMonitor(TrainerCallback):
         return logs
 
     def _capture(self, model: PreTrainedModel) -> list[Captured]:
-        kind = model.device.type
-        with _undisturbed(model), nullcontext() if self.dtype is None else torch.autocast(kind, self.dtype):
+        """The random numbers are as before; a compiled model runs uncompiled."""
+        kind, devices = model.device.type, [model.device] if model.device.type == "cuda" else []
+        autocast = nullcontext() if self.dtype is None else torch.autocast(kind, self.dtype)
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), autocast:
             captured = capture(model, self.token_ids, layers=list(self.layers))
         return [
             call.select(choose_heads(call, self.settings.heads, self.layers[call.layer].head, self.count))
@@ -348,19 +350,6 @@ def _attention(model: PreTrainedModel) -> tuple[PreTrainedConfig | None, list[in
     """The config that a model's attention layers read, and their indices."""
     parts = [part for part in model.modules() if hasattr(part, "layer_idx") and hasattr(part, "config")]
     return (parts[0].config if parts else None), sorted({part.layer_idx for part in parts})
-
-
-@contextmanager
-def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Every module's mode and the random numbers are as before; a compiled model runs uncompiled meanwhile."""
-    modes = [(part, part.training) for part in model.modules()]
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        try:
-            yield
-        finally:
-            for part, mode in modes:
-                part.training = mode
 
 
 def _now(device: torch.device) -> float:

@@ -79,7 +79,7 @@ def flash_attn_func(
     if not batch == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k, v: batches of {batch}, {k.shape[0]} and {v.shape[0]}; they must be equal")
     attended = partial(_attended, options, deterministic)
-    if tokens == kv_tokens or not (causal or options["window"]):
+    if tokens == kv_tokens or batch == 0 or not (causal or options["window"]):
         by_head = (x.transpose(1, 2) for x in (q, k, v))
         o, lse = attended(partial(sage_attention, enable_gqa=True), *by_head)
         return _returned(o.transpose(1, 2), lse)

@@ -12,7 +12,7 @@ bias of zeros) needs no elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -114,8 +114,18 @@ class Mask:
         """Whether it is added to the scores."""
         return self.elements.is_floating_point()
 
+    def check_dtypes(self) -> None:
+        """Raises TypeError where all tensors were cast, which but for a bias hold no numbers to round."""
+        expected = {"tiles": torch.int32, "blocks": torch.uint8, "keys": torch.bool}
+        for name, dtype in expected.items():
+            x = getattr(self, name)
+            if x is not None and x.dtype != dtype:
+                raise TypeError(f"block_mask: its {name} were cast from {dtype} to {x.dtype}; leave them as they are")
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Mask:
-        """The same on another device."""
+        """The same on another device. Raises TypeError for a dtype."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"block_mask.to({device}): expected a device; a mask has no dtype of its own")
         moved = (None if x is None else x.to(device, non_blocking=non_blocking) for x in self.tensors)
         moved = self.with_tensors(*moved)
         return moved if self.parts is None else moved.kept()
@@ -168,6 +178,9 @@ def _loaded(elements: Tensor, tiles: Tensor | None, blocks: Tensor, keys: Tensor
     return Mask(elements, tiles, blocks, keys, queries=queries).kept()
 
 
+torch.serialization.add_safe_globals([_loaded])  # it makes a mask of tensors and nothing else
+
+
 def _leaves(mask: Mask) -> list[Any]:
     """The tensors that begin with batch elements; where there is one for all, its parts: a leaf that is no tensor."""
     lists = mask.elements if mask.tiles is None else mask.tiles
@@ -193,7 +206,17 @@ def _rebuilt(leaves: Iterable[Any], mask: Mask) -> Mask:
     return rebuilt
 
 
-register_pytree_node(Mask, _flattened, _rebuilt, serialized_type_name="sagebwd.masks.mask.Mask")
+def _refuse_keys(mask: Mask) -> NoReturn:
+    """What torch.export asks of its inputs: a program of one mask's leaves would take no other mask."""
+    raise NotImplementedError(
+        "block_mask: torch.export takes no mask that was read as an input; hold it in the module, whose program then "
+        "has it, or give attn_mask, a tensor"
+    )
+
+
+register_pytree_node(
+    Mask, _flattened, _rebuilt, serialized_type_name="sagebwd.masks.mask.Mask", flatten_with_keys_fn=_refuse_keys
+)
 
 
 def shown(elements: Tensor) -> Tensor:
@@ -230,5 +253,5 @@ def _reduced(x: Tensor, padding: bool) -> Tensor:
         missing = -x.shape[dim] % BLOCK if x.shape[dim] > 1 else 0
         if missing:
             x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing), value=padding)
-    q, k = (min(BLOCK, x.shape[dim]) for dim in (2, 3))
+    q, k = (min(BLOCK, max(1, x.shape[dim])) for dim in (2, 3))  # of no tokens there is no block
     return x.unflatten(3, (-1, k)).unflatten(2, (-1, q)).transpose(3, 4)

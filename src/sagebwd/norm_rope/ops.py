@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.call import empty_like_rows
-from sagebwd.derivatives import once_differentiable, savable
+from sagebwd.derivatives import once_differentiable, refuse_batched, savable
 from sagebwd.kernels.runtime.device import device_of
 from sagebwd.ops import LIBRARY, differentiable, operator
 
@@ -99,6 +99,7 @@ class _NormRope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq_out, dk_out, *_):
+        refuse_batched(dq_out, dk_out)
         saved = ctx.saved_tensors
         with torch.no_grad():
             *gradients, dq_weight, dk_weight = qk_norm_rope_backward(dq_out, dk_out, *saved, *ctx.settings)

@@ -258,6 +258,7 @@ def _check_fits(mask: Mask, shape: tuple[int, ...], device: torch.device) -> Non
     for x in (lists, mask.blocks, mask.keys):
         if not isinstance(x, Tensor):
             raise TypeError(f"block_mask: pytree code put {type(x).__name__} in place of its tensors")
+    mask.check_dtypes()
     batch, heads, queries, keys = mask.shape
     if mask.tiles is None:
         fits = _broadcast(mask.elements.shape, shape)

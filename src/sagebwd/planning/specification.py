@@ -82,7 +82,7 @@ def kind_of(
         elements, tiles, blocks, keys = mask.tensors
         first = elements if tiles is None else tiles
         rest += tiles is None, mask.queries, first.shape, first.stride(), elements.dtype, blocks.shape, keys.shape
-        rest += elements.device, first.device, blocks.device, keys.device
+        rest += elements.device, first.device, blocks.device, keys.device, first.dtype, blocks.dtype, keys.dtype
     if recipe.__class__ is str and recipe == AUTO:  # who runs a call depends on whether it trains
         rest += grad and (q.requires_grad or k.requires_grad or v.requires_grad), _is_deterministic()
         if q.is_cuda and agreement.due() is not None:
