@@ -24,7 +24,7 @@ def of_card(card: str, torch_version: str) -> tuple[Times, ...]:
 def read(path: Path, torch_version: str) -> tuple[list[dict], list[Times]]:
     """The rows of a file of `kept_at`, and what calls take by them.
 
-    None where there is no file and, with a warning, where one cannot be read, or says what cannot be fitted.
+    Nothing where there is no file and, with a warning, where one cannot be read, or says what cannot be fitted.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
