@@ -44,10 +44,10 @@ def gains() -> str:
         f"- **A step** of a 1.1B Llama with head_dim 128, at {length(at)} tokens a sequence on one H200, is "
         f"{over[fused, True]} times as fast as with FlashAttention-4 under `torch.compile` and {over[fused, False]} "
         "times uncompiled ([times](docs/steps.md#time-a-model): steps of 32K tokens, medians of three rounds). "
-        f"With the rotary embedding outside of attention's kernels it is {over['sagebwd', True]} and "
-        f"{over['sagebwd', False]}: [inside](docs/qk-norm-rope.md#in-transformers) is the default of Llama and "
-        f"Qwen3 with `use_cache=False`. Graph breaks of FlashAttention-4 cause copies, about 7 of the {saved:.0f} "
-        "ms saved. FlashAttention-3 was not timed in a step.",
+        "Both have the rotary embedding [inside attention's kernels](docs/qk-norm-rope.md#in-transformers), the "
+        f"default of Llama and Qwen3 with `use_cache=False`; outside it is {over['sagebwd', True]} and "
+        f"{over['sagebwd', False]}. About 7 of the {saved:.0f} ms saved are copies that FlashAttention-4's graph "
+        "breaks cause. FlashAttention-3 was not timed in a step.",
         f"- **An 8B**, by {one['layers']} of Llama 3 8B's {one['whole_layers']} layers, measured alike: "
         f"{of_large[fused, True]} times as fast as with FlashAttention-4 compiled and {of_large[fused, False]} "
         f"uncompiled; with the rotary embedding outside {of_large['sagebwd', True]} and {of_large['sagebwd', False]}. "
@@ -127,14 +127,15 @@ def limits() -> str:
     for (*_, sequences), own in packed_speeds().items():
         packed[sequences.endswith("x 2048")].append(own["fwd+bwd"])
     return (
-        "- **Short sequences.** Below 4K tokens causal calls gain nothing or lose. Packed documents of 2K tokens "
-        f"run at {between(packed[True])} of FlashAttention-4's speed on an H200, forward and backward; packs of "
-        f"documents of many lengths, to 8K, run at {between(packed[False])}. Calls of 4K to 16K tokens, forward and "
-        f"backward, are {between(h200.values())} times as fast as the best BF16 kernel on an H200 that is kept "
-        "busy, by head_dim, length and mask. On an H100, where FlashAttention-3 was not timed, they are "
-        f"{between(h100.values())} times as fast. In [short bursts](docs/results/speed.md#short-bursts) on an idle "
-        "GPU most causal calls gain nothing or lose. `auto` gives calls without a gain to 16-bit attention. What "
-        "SDPA cannot compute (`block_mask`, `sinks`, `return_lse`) always runs on sagebwd's kernels."
+        "- **Short sequences.** Below 4K tokens causal calls of attention alone gain nothing or lose. Packed "
+        f"documents of 2K tokens run at {between(packed[True])} of FlashAttention-4's speed on an H200, forward and "
+        f"backward; packs of documents of many lengths, to 8K, run at {between(packed[False])}. Calls of 4K to 16K "
+        f"tokens, causal or without a mask, forward and backward, are {between(h200.values())} times as fast as the "
+        "best BF16 kernel on an H200 that is kept busy, by head_dim and length. On an H100, where FlashAttention-3 "
+        f"was not timed, they are {between(h100.values())} times as fast. In [short "
+        "bursts](docs/results/speed.md#short-bursts) on an idle GPU most causal calls gain nothing or lose. `auto` "
+        "gives calls without a gain to 16-bit attention. What SDPA cannot compute (`block_mask`, `sinks`, "
+        "`return_lse`) runs on sagebwd's kernels at every length."
     )
 
 
