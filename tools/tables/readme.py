@@ -18,36 +18,40 @@ FILLED = (72, 80, 112)
 """head_dims that run in the kernels of 96 and 128, filled up."""
 
 
+def steps_of(model: str) -> dict[tuple[str, bool], dict]:
+    """Rows of `python -m benchmarks step` of a model, by attention and whether it was compiled."""
+    rows = (row for name in OF_MODELS for row in rows_of_file(name) if row["model"] == model)
+    return {(row["attention"], row["compiled"]): row for row in rows}
+
+
 def gains() -> str:
     """A step, a call and a mask."""
     at = 8192
-    steps = {
-        (row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
-        if row["model"] == "llama-1b-128"
-    }  # fmt: skip
-    over = {(name, compiled): f"{steps[name, compiled]['over_best']:.2f}" for name, compiled in steps
-            if name in ("sagebwd", "sagebwd+fuse")}  # fmt: skip
-    saved = steps["flash_attention_4", True]["ms"] - steps["sagebwd+fuse", True]["ms"]
-    fused, over_sdpa = "sagebwd+fuse", steps["sdpa", True]["ms"] / steps["sagebwd+fuse", True]["ms"]
-    large = {(row["attention"], row["compiled"]): row for name in OF_MODELS for row in rows_of_file(name)
-             if row["model"] == "llama-8b"}  # fmt: skip
-    of_large = {key: f"{row['over_best']:.2f}" for key, row in large.items()}
-    one = large[fused, True]
+    fused, theirs = "sagebwd+fuse", "flash_attention_4"
+    steps, large = steps_of("llama-1b-128"), steps_of("llama-8b")
+    over, of_large = (
+        {place: f"{row['over_best']:.2f}" for place, row in rows.items() if row["attention"] in ("sagebwd", fused)}
+        for rows in (steps, large)
+    )
+    one, own, other = large[fused, True], steps[fused, True], steps[theirs, True]
+    saved, copies = other["ms"] - own["ms"], other["parts"]["copies"] - own["parts"]["copies"]
+    over_sdpa = steps["sdpa", True]["ms"] / own["ms"]
     call, alone = (
         next(row for row in rows_of_file(CARDS["H200"][0])
              if (row["recipe"], row["direction"], row["causal"], row["tokens"]) == ("mixed", direction, True, at))
         for direction in ("fwd+bwd", "fwd")
     )  # fmt: skip
-    (frames, own), *_ = [(call, own) for call, own in speeds(rows_of_file(FILE)).items() if call[0] == "causal-frames"]
-    over_flex, over_best = own[False, "fwd+bwd"]
+    masks = speeds(rows_of_file(FILE))
+    frames = next(mask for mask in masks if mask[0] == "causal-frames")
+    over_flex, over_best = masks[frames][False, "fwd+bwd"]
     return "\n".join([
         f"- **A step** of a 1.1B Llama with head_dim 128, at {length(at)} tokens a sequence on one H200, is "
         f"{over[fused, True]} times as fast as with FlashAttention-4 under `torch.compile` and {over[fused, False]} "
         "times uncompiled ([times](docs/steps.md#time-a-model): steps of 32K tokens, medians of three rounds). "
         "Both have the rotary embedding [inside attention's kernels](docs/qk-norm-rope.md#in-transformers), the "
         f"default of Llama and Qwen3 with `use_cache=False`; outside it is {over['sagebwd', True]} and "
-        f"{over['sagebwd', False]}. About 7 of the {saved:.0f} ms saved are copies that FlashAttention-4's graph "
-        "breaks cause. FlashAttention-3 was not timed in a step.",
+        f"{over['sagebwd', False]}. About {copies:.0f} of the {saved:.0f} ms saved are copies that "
+        "FlashAttention-4's graph breaks cause. FlashAttention-3 was not timed in a step.",
         f"- **An 8B**, by {one['layers']} of Llama 3 8B's {one['whole_layers']} layers, measured alike: "
         f"{of_large[fused, True]} times as fast as with FlashAttention-4 compiled and {of_large[fused, False]} "
         f"uncompiled; with the rotary embedding outside {of_large['sagebwd', True]} and {of_large['sagebwd', False]}. "
@@ -77,14 +81,15 @@ def memory() -> str:
         between(over_flash_attention("peak_bytes", own) for width, own in calls if (width in FILLED) == which)
         for which in (False, True)
     )
-    step = {row["attention"]: row["peak_bytes"] for name in OF_MODELS for row in rows_of_file(name)
-            if (row["model"], row["compiled"]) == ("llama-1b-128", True)}  # fmt: skip
+    ours, theirs = (
+        steps_of("llama-1b-128")[name, True]["peak_bytes"] for name in ("sagebwd+fuse", "flash_attention_4")
+    )
     return (
         "**Memory** of a call of `mixed` without a mask, at 4K tokens on an H200: between forward and backward "
         f"it keeps {kept} times the bytes that FlashAttention keeps. While it runs, its peak is {peak} times "
         f"FlashAttention's, and {filled} times at head_dim 72, 80 and 112 ([memory](docs/results/steps.md#memory)). "
         "The peak of the 1.1B's compiled step is "
-        f"{step['sagebwd+fuse'] / step['flash_attention_4']:.2f} times its peak with FlashAttention-4."
+        f"{ours / theirs:.2f} times its peak with FlashAttention-4."
     )
 
 
