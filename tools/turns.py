@@ -22,13 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-DENSE = "dense", "by-token"
+DENSE = "dense", "by-token", "full", "grouped"
 PACKED = "packed"
 CASES = (
     "teacher-forcing", "causal-frames", "documents", "packed:128:16x2k", "packed:128:sft", "packed:128:heavy-tailed",
-    "packed:64:sft", "dense:128", "dense:64", "by-token:128",
+    "packed:64:sft", "dense:128", "dense:64", "by-token:128", "full:128", "grouped:128",
 )  # fmt: skip
-"""Kinds of `benchmarks.mask_cases`, lengths of `benchmarks.packed`, and causal calls of 16K tokens in all."""
+"""Kinds of `benchmarks.mask_cases`, lengths of `benchmarks.packed`, calls of 16K tokens in all: causal unless full,
+of 4096 tokens each unless a third part says of how many, grouped of four heads to a key head."""
 NAMES = "o", "dq", "dk", "dv"
 ROUNDS = 3
 LEAD_MS, ROUND_MS = 60.0, 60.0
@@ -40,11 +41,15 @@ def call_of(case: str, device: str, impl: str | None) -> tuple[list[Tensor], Ten
     """q, k, v with gradients, dO, and the call."""
     from benchmarks.mask_cases import Case
     from benchmarks.packed import packed_shapes
-    from benchmarks.shapes import Shape
+    from benchmarks.shapes import TOTAL_TOKENS, Shape
     from sagebwd import sage_attention, sage_attention_varlen
 
     kind, *more = case.split(":")
     options: dict[str, object] = {"recipe": "mixed", "impl": impl, "is_causal": True}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sage_attention(q, k, v, **options)
+
     if kind == PACKED:
         shape = packed_shapes([more[0]], [more[1]], device)[0]
         offsets, longest = shape.offsets(device), shape.longest
@@ -52,19 +57,16 @@ def call_of(case: str, device: str, impl: str | None) -> tuple[list[Tensor], Ten
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return sage_attention_varlen(q, k, v, offsets, offsets, longest, longest, **options)
     elif kind in DENSE:
-        head_dim = int(more[0])
-        shape = Shape(head_dim, 2048 // head_dim, 2048 // head_dim, 4, 4096, True)
-        shape = shape if device == "cuda" else Shape(head_dim, 2, 2, 1, CPU_TOKENS, True)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sage_attention(q, k, v, **options)
+        head_dim, tokens = int(more[0]), int(more[1]) if more[1:] else 4096
+        causal, group = kind != "full", 4 if kind == "grouped" else 1
+        heads = 2048 // head_dim
+        shape = Shape(head_dim, heads, heads // group, TOTAL_TOKENS // tokens, tokens, causal)
+        shape = shape if device == "cuda" else Shape(head_dim, group, 1, 1, CPU_TOKENS, causal)
+        options |= {"is_causal": causal, "enable_gqa": group > 1}
     else:
         masked = Case.of(kind, None, None if device == "cuda" else CPU_TOKENS)
         shape, block_mask = masked.shape, masked.block_mask(masked.mask_mod(device), device)
         options |= {"is_causal": False, "enable_gqa": shape.heads != shape.kv_heads, "block_mask": block_mask}
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sage_attention(q, k, v, **options)
 
     *tensors, do = shape.inputs(device, torch.bfloat16)
     if kind == "by-token":
