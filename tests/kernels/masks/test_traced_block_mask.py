@@ -16,6 +16,7 @@ from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.tiles import tiles_of
 from sagebwd.masks.trace_mask_mod import traced
+from sagebwd.planning.mask_argument import keys_of
 from tests.attention_case import outcome
 
 pytest.importorskip("triton")
@@ -97,6 +98,7 @@ def assert_reads(block_mask, monkeypatch) -> None:
         assert torch.equal(mask.blocks, expected.blocks)
     for mask in found:
         assert torch.equal(mask.keys, expected.keys.expand(2, -1))
+        assert mask.keys_beside(keys_of(mask, 2, KEYS)) is None  # so that lists need not read them
     assert torch.equal(counted.keys, expected.keys)
     assert torch.equal(pairs(found[0]), pairs(expected))
     assert torch.equal(pairs(counted), pairs(expected))
