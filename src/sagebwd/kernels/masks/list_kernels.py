@@ -25,7 +25,7 @@ CHUNK, LISTS = 128, 1024
 # What differs from call to call: no length has kernels of its own.
 OF_BLOCKS = ["stride_batch", "stride_head", "stride_row", "stride_column", "stride_keys", "tokens_q", "tokens_k"]
 OF_TILES = ["tile_batch", "tile_head", "tile_row", "tile_column", "length"]
-OF_LISTS = ["stride_batch", "stride_head", "stride_row", "all_heads", "columns"]
+OF_LISTS = ["stride_row", "own", "of_batch", "columns", "count"]
 
 
 def of_queries(
@@ -109,11 +109,11 @@ def _key_lists(
 
 
 def _work_splits(lists: Tensor, heads: int, last_heads: int, most: int, least: int) -> Tensor:
-    (batch, _, columns, _), device = lists.shape, lists.device
+    (batch, of_lists, columns, _), device = lists.shape, lists.device
     count = batch * heads * columns
     programs = torch.empty(count + most, work_splits.FIELDS, dtype=torch.int32, device=device)
     places = torch.empty(count, 3, dtype=torch.int32, device=device)
-    given = lists, *_strides(lists, 3), batch * heads, heads, columns, places, programs
+    given = lists, lists.stride(2), of_lists * columns, heads * columns, columns, count, places, programs
     program.launch(_places_kernel, (1,), *given, last_heads, MOST=most, LEAST=least, LISTS=LISTS, num_warps=8)
     program.launch(_shares_kernel, (count,), *given, CHUNK=32, num_warps=1)
     return programs
@@ -352,32 +352,33 @@ def _key_lists_kernel(
 
 
 @triton.jit
-def _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns):
-    """Where lists of heads counted over the batch begin, how many blocks they have seen in part, and at all."""
-    head, column = (number // columns).to(tl.int64), number % columns
-    at = head // heads * stride_batch + head % heads * stride_head + column * stride_row
-    in_part = tl.load(lists + at, mask=number < count, other=0)
-    return at, in_part, in_part + tl.load(lists + at + 1, mask=number < count, other=0)
+def _counts_of(lists, stride_row, number, there):
+    """Where lists begin, how many blocks they have seen in part, and at all."""
+    at = number.to(tl.int64) * stride_row
+    in_part = tl.load(lists + at, mask=there, other=0)
+    return at, in_part, in_part + tl.load(lists + at + 1, mask=there, other=0)
 
 
 @triton.jit(do_not_specialize=[*OF_LISTS, "last_heads"])
 def _places_kernel(
-    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, last_heads,
-    MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
+    lists, stride_row, own, of_batch, columns, count, places, programs, last_heads, MOST: tl.constexpr,
+    LEAST: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: of each list its first program, how many these are, and its number; programs beyond the last."""
-    count, along = all_heads * columns, tl.arange(0, LISTS)
-    total = 0
-    for first in range(0, count, LISTS):
-        _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
-        total += tl.sum(length, 0)
+    """One program: of each list of each head its first program, how many these are, and its number; programs beyond
+    the last. own: lists of a batch element; of_batch: the same counted for each head, of which one list may be all's.
+    """
+    along, sharing = tl.arange(0, LISTS), of_batch // own
+    count_own, total = count // sharing, 0
+    for first in range(0, count_own, LISTS):
+        _, _, length = _counts_of(lists, stride_row, first + along, first + along < count_own)
+        total += tl.sum(length, 0) * sharing
     longest = tl.maximum(total // MOST + 1, LEAST)
     cut_in_all, splits_total = 0, 0
-    for first in range(0, count, LISTS):
-        _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
+    for first in range(0, count_own, LISTS):
+        _, _, length = _counts_of(lists, stride_row, first + along, first + along < count_own)
         is_cut = (length > longest).to(tl.int32)
-        cut_in_all += tl.sum(is_cut, 0)
-        splits_total += tl.sum(is_cut * tl.cdiv(length, longest), 0)
+        cut_in_all += tl.sum(is_cut, 0) * sharing
+        splits_total += tl.sum(is_cut * tl.cdiv(length, longest), 0) * sharing
     cut_before, splits_before = 0, 0
     first_turn = count - last_heads * columns
     for first in range(0, count, LISTS):
@@ -386,18 +387,19 @@ def _places_kernel(
         # as `longest_first.in_turns`
         in_turns = first_turn + past % last_heads * columns + past // last_heads
         number = tl.where((past >= 0) & (turn < count), in_turns, turn)
-        _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns)
+        of_list = number // of_batch * own + number % own
+        _, _, length = _counts_of(lists, stride_row, of_list, turn < count)
         is_cut = (length > longest).to(tl.int32)
-        of_list = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)
+        splits = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)
         cut = cut_before + tl.cumsum(is_cut, 0) - is_cut
-        begun = splits_before + tl.cumsum(is_cut * of_list, 0) - is_cut * of_list
+        begun = splits_before + tl.cumsum(is_cut * splits, 0) - is_cut * splits
         uncut = turn - cut
         at = places + number * 3
         tl.store(at, tl.where(is_cut == 1, begun, splits_total + uncut), mask=turn < count)
-        tl.store(at + 1, of_list, mask=turn < count)
+        tl.store(at + 1, splits, mask=turn < count)
         tl.store(at + 2, tl.where(is_cut == 1, cut, cut_in_all + uncut), mask=turn < count)
         cut_before += tl.sum(is_cut, 0)
-        splits_before += tl.sum(is_cut * of_list, 0)
+        splits_before += tl.sum(is_cut * splits, 0)
     used = splits_total + count - cut_in_all
     field = tl.arange(0, FIELDS)[None, :]
     for first in range(used, count + MOST, LISTS // FIELDS):
@@ -407,15 +409,11 @@ def _places_kernel(
 
 
 @triton.jit(do_not_specialize=OF_LISTS)
-def _shares_kernel(
-    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, CHUNK: tl.constexpr
-):
+def _shares_kernel(lists, stride_row, own, of_batch, columns, count, places, programs, CHUNK: tl.constexpr):
     number = tl.program_id(0)
     begun, splits = tl.load(places + number * 3), tl.load(places + number * 3 + 1)
     position = tl.load(places + number * 3 + 2)
-    at, in_part, length = _counts_of(
-        lists, stride_batch, stride_head, stride_row, number, all_heads * columns, heads, columns
-    )
+    at, in_part, length = _counts_of(lists, stride_row, number // of_batch * own + number % own, True)
     for first in range(0, splits, CHUNK):
         split = first + tl.arange(0, CHUNK)
         begin, end = split * length // splits, (split + 1) * length // splits
