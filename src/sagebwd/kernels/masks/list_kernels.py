@@ -198,8 +198,8 @@ def _lists_kernel(
         of_lists, count = columns, rows
     else:
         of_lists, count = rows, columns
-    own, of_head = number % of_lists, (number // of_lists).to(tl.int64)
-    batch, head = of_head // heads, of_head % heads
+    own, of_head = number % of_lists, number // of_lists
+    batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
     blocks += batch * stride_batch + head * stride_head
     apart = -1
     if last_keys is not None:
@@ -289,10 +289,10 @@ def _codes_kernel(
     tiles of keys behind it the queries see."""
     number = tl.program_id(0)
     rows, count = tl.cdiv(tokens_q, TILE_Q), tl.cdiv(tokens_k, TILE_K)
-    row, of_head = number % rows, (number // rows).to(tl.int64)
-    batch, head = of_head // heads, of_head % heads
+    row, of_head = number % rows, number // rows
+    batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
     blocks += batch * stride_batch + head * stride_head
-    codes += of_head * count * rows + row
+    codes += of_head.to(tl.int64) * count * rows + row
     behind = 0
     for step in range(0, count, CHUNK):
         columns = (tl.cdiv(count, CHUNK) - 1) * CHUNK - step + tl.arange(0, CHUNK)
