@@ -134,7 +134,7 @@ def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch:
     program.launch(
         _tiles_kernel, (math.prod(grid[:3]) * chunks,), given, *given.shape[2:], *grid[1:], chunks, *tokens,
         batch // grid[0], *found[1:3], found.keys.view(torch.uint8), *found[4:], TILES=TILES, **_pieces(sizes),
-        num_warps=4,
+        num_warps=1,
     )  # fmt: skip
     return found
 
@@ -232,6 +232,21 @@ def _state_at(given, rows, columns, of_head, q, k, SIZE_Q: tl.constexpr, SIZE_K:
     return tl.load(given + (of_head.to(tl.int64) * rows + row) * columns + column)
 
 
+@triton.jit
+def _states_of(
+    given, rows, columns, of_head, first_q, first_k, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    PIECES_Q: tl.constexpr, PIECES_K: tl.constexpr,
+):  # fmt: skip
+    """Whether all blocks that lie in tiles are skipped, and whether all are whole."""
+    is_skipped, is_whole = first_k >= 0, first_k >= 0
+    for piece in range(PIECES_Q * PIECES_K):
+        q = first_q + (piece // PIECES_K) * (TILE // PIECES_Q)
+        k = first_k + (piece % PIECES_K) * (TILE // PIECES_K)
+        state = _state_at(given, rows, columns, of_head, q, k, SIZE_Q, SIZE_K)
+        is_skipped, is_whole = is_skipped & (state == SKIP), is_whole & (state == WHOLE)
+    return is_skipped, is_whole
+
+
 @triton.jit(do_not_specialize=OF_LENGTHS)
 def _tiles_kernel(
     given, rows, columns, heads, tiles_q, tiles_k, chunks, tokens_q, tokens_k, copies, blocks, tiles, keys, listed,
@@ -243,12 +258,10 @@ def _tiles_kernel(
     chunk, row, of_head = number % chunks, number // chunks % tiles_q, number // (chunks * tiles_q)
     column = chunk * TILES + tl.arange(0, TILES)
     first_q, first_k, there = row * TILE, column * TILE, column < tiles_k
-    is_skipped, is_whole = there, there & (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
-    for piece in range(PIECES_Q * PIECES_K):
-        q = first_q + (piece // PIECES_K) * (TILE // PIECES_Q)
-        k = first_k + (piece % PIECES_K) * (TILE // PIECES_K)
-        state = _state_at(given, rows, columns, of_head, q, k, SIZE_Q, SIZE_K)
-        is_skipped, is_whole = is_skipped & (state == SKIP), is_whole & (state == WHOLE)
+    is_skipped, is_whole = _states_of(
+        given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K
+    )
+    is_whole = is_whole & there & (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
     is_listed = there & (is_skipped == 0) & (is_whole == 0)
     place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0))
     place += tl.cumsum(is_listed.to(tl.int32), 0) - 1
@@ -264,12 +277,16 @@ def _tiles_kernel(
         block_row = row * SIDE + i
         to = (of_head.to(tl.int64) * block_rows + block_row) * block_columns + block_column
         tl.store(blocks + to, tl.broadcast_to(state, [TILES, SIDE]), mask=written & (block_row < block_rows))
-    # all that write to a key write the same
-    k = first_k[:, None] + tl.arange(0, TILE)[None, :]
-    one = tl.full([TILES, TILE], 1, tl.uint8)
-    for copy in range(copies):
-        batch = (of_head // heads * copies + copy).to(tl.int64)
-        tl.store(keys + batch * tokens_k + k, one, mask=is_whole[:, None])
+    # keys of a whole tile below another are written by that; all that write to a key write the same
+    above = tl.maximum(first_q - TILE, 0)
+    _, is_below = _states_of(given, rows, columns, of_head, above, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K)
+    is_first = is_whole & ((row == 0) | (is_below == 0))
+    if tl.max(is_first.to(tl.int32), 0) > 0:
+        k = first_k[:, None] + tl.arange(0, TILE)[None, :]
+        one = tl.full([TILES, TILE], 1, tl.uint8)
+        for copy in range(copies):
+            batch = (of_head // heads * copies + copy).to(tl.int64)
+            tl.store(keys + batch * tokens_k + k, one, mask=is_first[:, None])
 
 
 @triton.jit(do_not_specialize=OF_LENGTHS)
