@@ -146,10 +146,11 @@ def _shown(
     given, grid, longest = found.given, found.tiles.shape, max(tokens)
     asked, chunks = _asked(trace, found, longest), -(-longest // TOKENS)
     of_trace, places = (asked, asked.along.stride(0), longest), (found.listed, found.count)
-    program.launch(
-        _along_kernel, (grid[0] * grid[1] * chunks,), *of_trace, grid[1], chunks, *tokens, TEXT=trace.text,
-        TOKENS=TOKENS, num_warps=4,
-    )  # fmt: skip
+    if crossings(trace.text):
+        program.launch(
+            _along_kernel, (grid[0] * grid[1] * chunks,), *of_trace, grid[1], chunks, *tokens, TEXT=trace.text,
+            TOKENS=TOKENS, num_warps=4,
+        )  # fmt: skip
     program.launch(
         _shown_kernel, (min(math.prod(grid), PROGRAMS),), given, *given.shape[2:], *of_trace, *grid[1:], *tokens,
         found.keys.shape[0] // grid[0], *places, found.blocks, found.keys.view(torch.uint8),
