@@ -65,7 +65,7 @@ def test_peak_is_within_a_quarter_of_flash_attention_4_s(shape, layout, monkeypa
 
 
 def test_peak_of_heads_of_512_is_that_of_codes_and_two_transposed_copies(monkeypatch):
-    """K's transposed copy lies where dK will: o and gradients take 8 bytes a channel, codes 2, Q's and dO's copies 2."""
+    """K's transposed copy lies in dK: o and gradients take 8 bytes a channel, codes 2, Q's and dO's copies 2."""
     monkeypatch.setattr(device, "capability", lambda device: 90)
     monkeypatch.setattr(program, "compiled", lambda *_: None)
     heads, head_dim, tokens = 8, 512, 16384
