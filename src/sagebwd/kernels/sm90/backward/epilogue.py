@@ -58,6 +58,19 @@ def store_rows(x, out, strides, memory, work_tile, first_k):
 
 
 @gluon.jit
+def store_blocks(pieces, desc, memory, work_tile, first_k, sizes, by_token, KIND: gl.constexpr):
+    """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces, by TMA."""
+    WIDTH: gl.constexpr = pieces[0].shape[1]
+    tokens = sizes.total_k if KIND.PACKED else sizes.tokens_k
+    of_batch = 0 if KIND.PACKED else work_tile.batch * tokens
+    of_head = of_batch * sizes.heads_k + work_tile.head * tokens
+    row = work_tile.start + first_k + gl.where(by_token, of_batch, of_head)
+    column = gl.where(by_token, work_tile.head * (len(pieces) * WIDTH), 0)
+    for piece in gl.static_range(len(pieces)):
+        store_block(desc, memory.index(piece % memory.shape[0]), pieces[piece], row, column + piece * WIDTH)
+
+
+@gluon.jit
 def as_tiles(memory, desc, COUNT: gl.constexpr):
     """Reinterpret shared memory as COUNT tiles of a descriptor."""
     return reinterpret(memory, desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
@@ -73,22 +86,17 @@ def store_gradient(
     the program has more tiles of keys than one; rows by shared memory would cost its loops of masked blocks 27%.
     """
     NARROW: gl.constexpr = len(strides) > 3
-    WIDTH: gl.constexpr = pieces[0].shape[1]
-    by_token, is_whole = strides[1] < strides[2], True  # heads of a token lie side by side
-    if KIND.RAGGED:
+    by_token = strides[1] < strides[2]  # heads of a token lie side by side
+    if NARROW or KIND.RAGGED:
         is_whole = first_k + ROWS <= work_tile.length
-    if NARROW:  # a block of TMA is as wide as the form, and would write on into the next head's channels
-        is_whole = is_whole & (by_token == 0)
-    if is_whole:
-        of_batch = 0 if KIND.PACKED else work_tile.batch * sizes.tokens_k
-        of_head = work_tile.head * (sizes.total_k if KIND.PACKED else sizes.tokens_k)
-        row = work_tile.start + first_k + gl.where(by_token, of_batch, of_batch * sizes.heads_k + of_head)
-        column = gl.where(by_token, work_tile.head * (len(pieces) * WIDTH), 0)
-        for piece in gl.static_range(len(pieces)):
-            part = memory.index(piece % memory.shape[0])
-            store_block(desc, part, pieces[piece], row, column + piece * WIDTH)
+        if NARROW:  # a block of TMA is as wide as the form, and would write on into the next head's channels
+            is_whole = is_whole & (by_token == 0)
+        if is_whole:
+            store_blocks(pieces, desc, memory, work_tile, first_k, sizes, by_token, KIND)
+        else:
+            store_rows(pieces, out, strides, None if IN_TURN else memory, work_tile, first_k)
     else:
-        store_rows(pieces, out, strides, None if IN_TURN else memory, work_tile, first_k)
+        store_blocks(pieces, desc, memory, work_tile, first_k, sizes, by_token, KIND)
 
 
 @gluon.jit
