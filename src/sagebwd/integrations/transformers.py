@@ -131,7 +131,8 @@ def attention(
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
     Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, a sink a query, position biases;
-    ValueError for more than 512 channels a head, unless the recipe is "auto".
+    for more than 512 channels a head, of packed documents NotImplementedError, else ValueError unless the recipe is
+    "auto".
     """
     _refuse_unsupported(dropout, kwargs)
     module, query, key, left = fusion.put_off(module, query, key, value)
