@@ -276,9 +276,8 @@ REFUSED_PACKED = [
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q=3 is less than the longest sequence, 4"),
     ({"max_seqlen_k": 2.0}, ValueError, "max_seqlen_k=2.0 must be an integer"),
     ({"key": torch.zeros(6, 3, 8), "value": torch.zeros(6, 3, 8)}, ValueError, "3 heads do not divide query's 4"),
-    ({"value": torch.zeros(6, 4, 520)}, ValueError, "1 to 256; use torch.nn.functional.scaled_dot_product_attention"),
+    ({"value": torch.zeros(6, 4, 520)}, ValueError, "1 to 512; use torch.nn.functional.scaled_dot_product_attention"),
     ({"value": torch.zeros(6, 4, 520), "recipe": "token"}, ValueError, "1 to 512; use torch.nn.functional.scaled"),
-    ({"value": torch.zeros(6, 4, 320)}, ValueError, "1 to 256 under 'auto'; recipe='token', 'paper' and 'full' take"),
 ]
 
 
@@ -294,14 +293,13 @@ def test_refused_packed(change, error, message):
         sage_attention_varlen(**good | change)
 
 
-def test_wide_heads_run_by_auto_where_torch_runs_them_alone():
-    """No kernel of ours that is over 256 channels wide runs unless it is named."""
-    q = torch.zeros(1, 2, 6, 320)
+def test_heads_that_no_kernel_takes_run_by_auto_where_torch_runs_them():
+    q = torch.zeros(1, 2, 6, 520)
     sage_attention(q, q, q)
     for more in ({"sinks": torch.zeros(2)}, {"return_lse": True}, {"return_max_logits": True}):
-        with pytest.raises(NotImplementedError, match="head_dim 320"):
+        with pytest.raises(NotImplementedError, match="head_dim 520, over 512"):
             sage_attention(q, q, q, **more)
-        sage_attention(q, q, q, **more, recipe="token")
+        sage_attention(q[..., :512], q[..., :512], q[..., :512], **more)
 
 
 def test_integers_of_numpy_are_integers():

@@ -97,7 +97,7 @@ class Case:
         of = random.Random(seed)
         kind, group = of.choice(KINDS), of.choice((1, 1, 2, 4))
         widths = [(128, 128)] * 4 + [(64, 64)] * 3 + [(n, n) for n in (72, 80, 96, 256, 20)] + [(192, 128), (64, 20)]
-        head_dim, value_dim = of.choice(widths if kind == PACKED else [*widths, (320, 320)])
+        head_dim, value_dim = of.choice([*widths, (320, 320)])
         queries = of.choice((longest, longest // 2, longest // 2 - 64, of.randint(1, longest)))
         queries = max(1, queries)
         keys = of.randint(queries, longest) if kind in (CAUSAL, FULL, PADDING) and of.random() < 0.4 else queries

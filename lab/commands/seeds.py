@@ -59,6 +59,9 @@ def gaps(
     since: Annotated[
         int | None, typer.Option(help="Take off each pair's gap at this step, and print later evaluations.")
     ] = None,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Also where runs have not ended: a look, which counts.")
+    ] = False,
 ) -> None:
     """Paired gaps to full precision over seeds: mean, 95% interval, and a test of equivalence within a margin.
 
@@ -67,6 +70,11 @@ def gaps(
     from lab.training import gaps as measured
     from sagebwd.cli.terminal import console
 
+    if not unfinished and (left := measured.left(folders)):
+        raise ValueError(
+            f"{len(left)} runs have not ended: {', '.join(left)}. Each look at a comparison counts: let "
+            "`python -m lab seeds` go on, or say --unfinished"
+        )
     if (by_step or since is not None) and noise_of:
         raise ValueError(
             "--noise-of measures the noise of losses at the end; expected no --by-step and no --since beside it"

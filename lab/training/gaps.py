@@ -149,6 +149,12 @@ def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
     return correlation(x, y)
 
 
+def left(folders: list[Path]) -> list[str]:
+    """Runs of `seeds` that had not ended when their comparison was written."""
+    files = [folder / COMPARISON for folder in folders if (folder / COMPARISON).is_file()]
+    return [name for path in files for name in json.loads(path.read_text(encoding="utf-8")).get("left", ())]
+
+
 def _check(folders: list[Path], margin: float) -> None:
     if not folders:
         raise ValueError("expected at least one folder that `python -m lab compare` or `seeds` has written")

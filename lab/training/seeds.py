@@ -52,13 +52,17 @@ def train(
     runs = {f"{folder}/{name}": variant for folder, variants in chosen.items() for name, variant in variants.items()}
     left = {name: variant for name, variant in runs.items() if end_of(variant, output / name) is None}
 
-    gather(config, output, results)
-    parallel_runs.train(left, output, jobs, seconds, lambda name: gather(config, output, results))
-    return [name for name, variant in left.items() if end_of(variant, output / name) is None]
+    def not_ended() -> list[str]:
+        return [name for name, variant in left.items() if end_of(variant, output / name) is None]
+
+    gather(config, output, results, not_ended())
+    parallel_runs.train(left, output, jobs, seconds, lambda name: gather(config, output, results, not_ended()))
+    return not_ended()
 
 
-def gather(config: Config, output: Path, results: Path | None) -> None:
-    """Write comparison.json of all that has ended under ``output``, of whatever seed, where anything has."""
+def gather(config: Config, output: Path, results: Path | None, left: list[str]) -> None:
+    """Write comparison.json of all that has ended under ``output``, of whatever seed, where anything has; and of what
+    is left, by which `python -m lab gaps` knows that it would be looked at too early."""
     rows, environment = [], {}
     for seed in sorted(int(path.name.removeprefix("seed-")) for path in output.glob("seed-*")):
         runs, outcomes = compare.ended(config.replace({"seed": seed}), output / f"seed-{seed}")
@@ -66,6 +70,7 @@ def gather(config: Config, output: Path, results: Path | None) -> None:
         environment = runs[-1].result["environment"] if runs else environment
     if not rows:
         return
-    write_whole(output / COMPARISON, json.dumps({"outcomes": rows, "environment": environment}, indent=1) + "\n")
+    found = {"outcomes": rows, "environment": environment, "left": left}
+    write_whole(output / COMPARISON, json.dumps(found, indent=1) + "\n")
     if results is not None:
         packed.pack(output, results)

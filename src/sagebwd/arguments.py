@@ -17,7 +17,6 @@ from sagebwd.auto.model import Size
 from sagebwd.auto.torch_attention import Way
 from sagebwd.call import Ask, Call
 from sagebwd.dispatch import Choice, check_known
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
 from sagebwd.masks.kinds import FULL, MASK, PACKED, PADDING, WINDOW
 from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
@@ -106,8 +105,7 @@ def arguments_of(
     elements = mask_argument.elements_of(attn_mask, query, key)
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
     ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
-    most = _most_channels(ask)
-    only_torch = checks.only_torch(query, value, elements, dropout_p, most)
+    only_torch = checks.only_torch(query, value, elements, dropout_p)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None
     more = return_lse or return_max_logits or sinks is not None
@@ -122,7 +120,7 @@ def arguments_of(
         if _is_automatic(ask):
             of_ours = {"sinks": sinks, "return_lse": return_lse, "return_max_logits": return_max_logits}
             checks.refuse_beside(only_torch, block_mask=block_mask, **of_ours)
-        checks.refuse_only_torch(query, value, elements, dropout_p, most=most)
+        checks.refuse_only_torch(query, value, elements, dropout_p)
     lengths = query.shape[2], key.shape[2]
     settings = lengths, is_causal, scale, window, ask, size, way, return_max_logits
     return Arguments(query, key, value, elements, (None, None), *settings)
@@ -144,7 +142,7 @@ def packed_arguments_of(
     lengths = checks.packing(*offsets, (max_seqlen_q, max_seqlen_k), query.device)
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     ask = ask_of(query, value, recipe, impl, PACKED)._replace(training=_trains(query, key, value, sinks))
-    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE, _most_channels(ask))
+    checks.refuse_only_torch(query, value, None, 0, checks.BY_SEQUENCE)
     size, count = None, offsets[0].shape[0] - 1
     way = Way(PACKED, is_causal=is_causal, longest=lengths, window=window)
     more = return_lse or return_max_logits or sinks is not None
@@ -171,11 +169,6 @@ def _width(way: Way, kv_tokens: int) -> int:
 def _is_automatic(ask: Ask) -> bool:
     """Whether neither a recipe nor an implementation is named."""
     return ask.recipe == AUTO and ask.impl is None
-
-
-def _most_channels(ask: Ask) -> int:
-    """Those of a head that kernels run: wider ones where they are named alone."""
-    return WIDE if _is_automatic(ask) else MAX_HEAD_DIM
 
 
 def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:

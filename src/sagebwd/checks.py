@@ -244,20 +244,14 @@ def shapes(query: Tensor, key: Tensor, value: Tensor, dims: int, layout: str) ->
         )
 
 
-def _refuse_head_dim(
-    name: str, tensor: Tensor, instead: str = _INSTEAD, most: int = capabilities.MAX_HEAD_DIM
-) -> None:  # fmt: skip
-    width = tensor.shape[-1]
-    named = "" if not most < width <= capabilities.MAX_HEAD_DIM else (
-        f" under 'auto'; recipe='token', 'paper' and 'full' take up to {capabilities.MAX_HEAD_DIM}"
-    )  # fmt: skip
-    raise ValueError(f"{name}: head_dim {width} is not supported; accepted: 1 to {most}{named}; {instead}")
+def _refuse_head_dim(name: str, tensor: Tensor, instead: str = _INSTEAD) -> None:
+    raise ValueError(
+        f"{name}: head_dim {tensor.shape[-1]} is not supported; accepted: 1 to {capabilities.MAX_HEAD_DIM}; {instead}"
+    )
 
 
-def only_torch(
-    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, most: int = capabilities.MAX_HEAD_DIM
-) -> str | None:
-    """What of a call torch's own attention alone computes, or None; most: channels that others take.
+def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str | None:
+    """What of a call torch's own attention alone computes, or None.
 
     Raises for a dropout_p that is no probability.
     """
@@ -266,8 +260,8 @@ def only_torch(
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p={dropout_p} must be at least 0 and at most 1")
     for tensor in (query, value):
-        if tensor.shape[-1] > most:
-            return f"head_dim {tensor.shape[-1]}, over {most}"
+        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
+            return f"head_dim {tensor.shape[-1]}, over {capabilities.MAX_HEAD_DIM}"
     if dropout_p != 0:
         return "dropout_p"
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
@@ -276,13 +270,12 @@ def only_torch(
 
 
 def refuse_only_torch(
-    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, instead: str = _INSTEAD,
-    most: int = capabilities.MAX_HEAD_DIM,
-) -> None:  # fmt: skip
+    query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, instead: str = _INSTEAD
+) -> None:
     """Raises where `only_torch` names something: of calls that torch's own attention is not to run, or cannot."""
     for name, tensor in (("query", query), ("value", value)):
-        if tensor.shape[-1] > most:
-            _refuse_head_dim(name, tensor, instead, most)
+        if tensor.shape[-1] > capabilities.MAX_HEAD_DIM:
+            _refuse_head_dim(name, tensor, instead)
     if dropout_p != 0:
         raise NotImplementedError(
             f"dropout_p={dropout_p} is not supported, only 0: each kernel would draw the same random numbers again; "

@@ -17,7 +17,7 @@ from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.masks.kinds import FULL, KINDS, MASK, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 
@@ -118,8 +118,6 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
     if ask.recipe != AUTO:
         return "a switch is on, under which recipe='auto' is one of 'token'"
     if choice.contender is not None and ask.only_torch is not None:
-        if WIDE < max(ask.head_dim, ask.value_dim) <= MAX_HEAD_DIM:
-            return f"{ask.only_torch}, of which no kernels were timed: they run a recipe that is named"
         return f"torch's own attention alone takes {ask.only_torch}"
     on_gpu = ask.device.type == "cuda"
     times = auto_choice.times_of(ask, card) if on_gpu and size is not None else None
@@ -139,12 +137,13 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
 
 def _untimed(ask: Ask, card: str | None) -> str:
     name = card or auto_choice.card_of(ask.device)
+    named = f", head_dims over {WIDE} where `--head-dim` names them" if max(ask.head_dim, ask.value_dim) > WIDE else ""
     if card is None and not auto_choice.known_of(ask.device):
         return (
             f"nobody has timed low precision on {name} with torch {torch.__version__} and this sagebwd; "
-            "`sagebwd doctor --measure` does, in a few minutes"
+            f"`sagebwd doctor --measure` does, in a few minutes{named}"
         )
-    return f"low precision was not timed on {name} for {_call(ask)}; `sagebwd doctor --measure` may time it"
+    return f"low precision was not timed on {name} for {_call(ask)}; `sagebwd doctor --measure` may time it{named}"
 
 
 def _compared(choice: Choice, times: Times, size: Size) -> str:

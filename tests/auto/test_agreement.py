@@ -22,7 +22,7 @@ from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.model import FORWARD, Size
 from sagebwd.cli import timings as command
 from sagebwd.masks.kinds import CAUSAL
-from tests.auto.calls import ASK
+from tests.auto.calls import ASK, FASTER, times
 from tests.lab.training.runs import begin, finish
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch.distributed is not in this build")
@@ -169,5 +169,13 @@ def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkey
     assert len(digests) == len(facts) + 1
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Card", (), {"name": "a card"}))
     monkeypatch.setattr(command, "known_of", lambda device: ())
-    command.show("cuda:0")
+    command.show(ASK)
     assert agreement.digest(facts) in capsys.readouterr().out
+
+
+def test_doctor_says_that_a_width_was_not_timed(measured, capsys, monkeypatch):
+    measured.append(times(FASTER))
+    monkeypatch.setattr(command, "known_of", lambda device: measured)
+    for width, is_timed in ((128, True), (64, False), (320, False)):
+        command.show(ASK._replace(head_dim=width, value_dim=width))
+        assert ("not timed for head_dim" in capsys.readouterr().out) != is_timed

@@ -13,6 +13,7 @@ from sagebwd import arguments, counts, dispatch, sage_attention, switches
 from sagebwd.auto import agreement, model
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto.choice import choose
+from sagebwd.auto.model import Cost
 from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
@@ -155,19 +156,52 @@ def test_a_card_that_is_not_here_may_have_peers(monkeypatch):
     auto_choice.times_of.cache_clear()
 
 
+def test_of_wide_heads_on_a_card_timings_decide_and_explain_says_so(monkeypatch):
+    """Of those that torch takes: packed ones, and what it lacks, run on kernels."""
+    known = {"a card": (times(FASTER, dims=(256, 256)),)}
+    monkeypatch.setattr(model, "of_this_project", lambda: known)
+
+    def found(width, *timed, **options):
+        known["a card"] = timed or known["a card"]
+        auto_choice.times_of.cache_clear()
+        q = torch.empty(2, 8, 4096, width, dtype=torch.bfloat16, device="meta")
+        return sagebwd.explain(q, q, q, is_causal=True, device="a card", **options)
+
+    for width in (300, 512):
+        assert found(width)[:2] == ("full", "torch")
+        assert found(width).why == (
+            f"low precision was not timed on a card for causal at head_dim {width}, forward; `sagebwd doctor "
+            "--measure` may time it, head_dims over 256 where `--head-dim` names them"
+        )
+        assert found(width, return_lse=True)[:3] == ("token", "triton", "triton")
+        assert "torch has nothing that computes the same" in found(width, return_lse=True).why
+    timed = times(FASTER, dims=(512, 512), impl="triton/triton", full=None, efficient=(0, 0, 1, 2))
+    assert found(300, timed)[:2] == ("full", "torch")
+    assert str(found(512)) == (
+        "token on triton at head_dim 512: 4096 tokens, causal at head_dim 512, forward: token takes about 0.206 ms, "
+        "torch's memory-efficient 0.412, by some timings"
+    )
+    slower = timed._replace(low=Cost.of(*SLOWER))
+    assert found(512, slower)[:2] == ("full", "torch")
+    assert found(520)[:2] == ("full", "torch")
+    assert found(520).why == "torch's own attention alone takes head_dim 520, over 512"
+    packed, offsets = torch.empty(4096, 8, 512, dtype=torch.bfloat16), torch.tensor([0, 96, 4096], dtype=torch.int32)
+    of_packed = sagebwd.explain_varlen(*(packed,) * 3, offsets, offsets, 4000, 4000, device="a card")
+    assert of_packed[:3] == ("token", "triton", "triton")
+    assert "torch has nothing that computes the same" in of_packed.why
+    auto_choice.times_of.cache_clear()
+
+
 def test_explain_on_a_cpu_runs_nothing(monkeypatch):
     monkeypatch.setattr(dispatch, "module_of", None)
-    q = torch.randn(3, 20, 300)
-    narrow = (q[..., :16],) * 3
-    assert str(sagebwd.explain(*narrow)) == (
-        "full on torch at head_dim 16: kernels need a CUDA GPU; on cpu torch's own attention is faster than the "
-        "reference"
-    )
-    assert sagebwd.explain(q, q, q).why == (
-        "head_dim 300, over 256, of which no kernels were timed: they run a recipe that is named"
-    )
     wide = torch.randn(3, 20, 520)
-    assert sagebwd.explain(wide, wide, wide).why == "torch's own attention alone takes head_dim 520, over 256"
+    narrow = (wide[..., :16],) * 3
+    for given, width in ((narrow, 16), ((wide[..., :300],) * 3, 300), ((wide[..., :512],) * 3, 512)):
+        assert str(sagebwd.explain(*given)) == (
+            f"full on torch at head_dim {width}: kernels need a CUDA GPU; on cpu torch's own attention is faster than "
+            "the reference"
+        )
+    assert sagebwd.explain(wide, wide, wide).why == "torch's own attention alone takes head_dim 520, over 512"
     assert str(sagebwd.explain(*narrow, return_lse=True)) == (
         "full on reference at head_dim 16: torch has nothing that computes the same, or the switch deterministic is "
         "on, so the reference runs it in full precision on cpu"
@@ -178,9 +212,11 @@ def test_explain_on_a_cpu_runs_nothing(monkeypatch):
         assert "a switch is on" in sagebwd.explain(*narrow).why
     with pytest.raises(ValueError, match="head_dim 520 is not supported"):
         sagebwd.explain(wide, wide, wide, recipe="token")
-    packed, offsets = torch.randn(20, 2, 16), torch.tensor([0, 8, 20], dtype=torch.int32)
-    found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
-    assert found[:3] == ("full", "reference", "reference")
+    offsets = torch.tensor([0, 8, 20], dtype=torch.int32)
+    for width in (16, 300):
+        packed = torch.randn(20, 2, width)
+        found = sagebwd.explain_varlen(packed, packed, packed, offsets, offsets, 12, 12, is_causal=True)
+        assert found[:3] == ("full", "reference", "reference")
 
 
 def test_an_argument_that_there_is_not_is_named():

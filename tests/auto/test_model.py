@@ -240,6 +240,31 @@ def test_a_width_counts_as_the_next_smaller_of_the_same_kernels(measured):
     assert found == {72: "torch/torch", 88: "hopper/hopper"}
 
 
+def test_wide_heads_count_as_the_next_smaller_timed_ones(measured, monkeypatch):
+    """Those of other kernels answer for none of them, nor they for others."""
+    monkeypatch.setattr(
+        arguments, "ask_of", lambda *x: ASK._replace(head_dim=x[0].shape[-1], value_dim=x[1].shape[-1])
+    )
+
+    def ran(head_dim, value_dim):
+        q, v = (torch.empty(1, 16, 2048, width) for width in (head_dim, value_dim))
+        return arguments.choice_of(sage_attention, q, q, v, is_causal=True)[0].name
+
+    def found():
+        auto_choice.times_of.cache_clear()
+        return {d: ran(d, d) for d in (128, 256, 257, 288, 300, 384, 511, 512)}
+
+    measured += [times(FASTER, dims=(256, 256)), times(FASTER, dims=(256, 256), impl="triton/triton")]
+    assert found() == dict.fromkeys((128, 257, 288, 300, 384, 511, 512), "torch/torch") | {256: "hopper/hopper"}
+    measured.append(times(FASTER, dims=(288, 288), impl="triton/triton"))
+    wide = dict.fromkeys((288, 300, 384, 511, 512), "triton/triton")
+    assert found() == wide | {128: "torch/torch", 256: "hopper/hopper", 257: "torch/torch"}
+    measured.append(times(SLOWER, dims=(384, 384), impl="triton/triton"))
+    assert found()[300] == "triton/triton"
+    assert found()[384] == found()[512] == "torch/torch"
+    assert ran(512, 64) == "torch/torch", "no such pair was timed"
+
+
 def test_a_width_that_the_kernels_lack_was_not_timed_on_them(measured, monkeypatch):
     """Regression: a card with timings at 64, whose backward is Triton's, refused calls at 128."""
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)

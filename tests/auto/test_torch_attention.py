@@ -285,7 +285,7 @@ def test_what_torch_has_nothing_for_stays(handed, monkeypatch):
 
 
 def test_what_torch_alone_takes_runs_on_any_device():
-    q = torch.randn(1, 2, 20, 512, requires_grad=True)
+    q = torch.randn(1, 2, 20, 520, requires_grad=True)
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert torch.equal(sage_attention(q, q, q, is_causal=True), expected)
     x = torch.randn(1, 2, 20, 16)

@@ -56,6 +56,10 @@ def test_doctor_says_who_runs_a_wide_head(recipe, expected, said, command):
     assert "runs it:" not in out
     assert out.count("head_dim 520 is not supported; accepted: 1 to 512") == (0 if recipe == "auto" else len(FAMILIES))
     assert said in out
+    code, out, _ = command("doctor", "--device", "cpu", "--head-dim", 300, "--recipe", recipe)
+    assert code == 1, "as of any head_dim without a GPU"
+    assert ("torch runs it" in out) == (recipe == "auto")
+    assert "self-test PASS" in out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton")
 
 from sagebwd.call import Packing, empty_gradients
-from sagebwd.kernels.sm90.backward.arguments import Kind
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_blocks
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 16
@@ -60,15 +59,20 @@ def test_rows_by_head_have_nothing_beside_them(x):
 
 
 @pytest.mark.parametrize("head_dim", [HEAD_DIM, 24])
-@pytest.mark.parametrize("by_token", [False, True])
-def test_gradients_are_where_keys_and_values_lie(by_token, head_dim):
+@pytest.mark.parametrize(
+    "v", [LAYOUTS["by head"](), LAYOUTS["by token"](), PACKED["by token"]()], ids=["by head", "by token", "pack"]
+)
+def test_gradients_are_where_keys_and_values_lie(v, head_dim):
     """Where `epilogue.store_gradient` writes a block of TMA is the tokens' own place."""
-    v = LAYOUTS["by token" if by_token else "by head"]()
+    is_packed = v.dim() == 3
     for x in empty_gradients(head_dim, v, v)[1:]:
-        blocks, (*_, width) = gradient_blocks(x, Kind(False, False, False, False, by_token), (1, 8)), x.shape
+        blocks, (*_, width) = gradient_blocks(x, (1, 8)), x.shape
         assert blocks.shape[0] * blocks.shape[1] == x.numel()
         matrix = x.fill_(0).as_strided(blocks.shape, blocks.strides)
-        for batch, head, token in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).tolist():
+        by_batch = x.transpose(0, 1)[None] if is_packed else x
+        by_token = by_batch.stride(1) < by_batch.stride(2)
+        assert by_token or not is_packed
+        for batch, head, token in torch.cartesian_prod(*map(torch.arange, by_batch.shape[:3])).tolist():
             row = batch * TOKENS + token if by_token else (batch * HEADS + head) * TOKENS + token
             matrix[row, head * width * by_token :][:width] = 1
-            assert (x[batch, head, token] == 1).all()
+            assert (by_batch[batch, head, token] == 1).all()

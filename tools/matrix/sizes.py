@@ -18,7 +18,7 @@ WIDTHS = tuple(range(8, WIDE + 1, 8))
 ODD_WIDTHS = (1, 3, 17, 33, 65, 100, 250)
 PAIRS = ((192, 128), (64, 128), (128, 64), (72, 80), (96, 64), (100, 192), (256, 128), (576, 512))
 WIDE_WIDTHS = (512, 384, 320, 288, 257)
-"""Of which "auto" has torch run; they compile for so long that the cover has one row of the first alone."""
+"""They compile for so long that the cover has one row of the first alone."""
 EVERY = (*((width, width) for width in (*WIDTHS, *ODD_WIDTHS)), *PAIRS)
 # By alignment, so that a rotation over them gives each variant some of each; 64 and 128 side by side.
 VARIED = (

@@ -70,11 +70,12 @@ def doctor(
     """What runs here and why, and a self-test. Exit code 1 where no kernel runs what one could."""
     import torch
 
+    from sagebwd.call import Ask
     from sagebwd.cli import doctor as examination
     from sagebwd.cli import measure as benchmark
     from sagebwd.cli import timings
     from sagebwd.cli.hardware import check_device
-    from sagebwd.kernels.capabilities import WIDE
+    from sagebwd.kernels.capabilities import MAX_HEAD_DIM
     from sagebwd.kernels.families import REFERENCE
     from sagebwd.recipe import AUTO
 
@@ -95,7 +96,7 @@ def doctor(
     call = device, parsed_dtype, benchmark.pair_of(width)
     for name, value in examination.facts().items():
         console.print(f"{name:20} {value}", highlight=False, markup=False)
-    if recipe == AUTO and max(call[2]) > WIDE:
+    if recipe == AUTO and max(call[2]) > MAX_HEAD_DIM:
         console.print("Recipe auto runs torch's own attention at this head_dim, in full precision.")
         return
     parsed = examination.recipe_of(*call, recipe)
@@ -110,7 +111,7 @@ def doctor(
         mark = "[green]runs it[/green]" if answer.chosen else "[dim]could[/dim]" if answer.takes else "[red]no[/red]"
         console.print(f"  {answer.impl:12} {mark}: {escape(answer.reason)}", highlight=False)
     if device.startswith("cuda") and recipe == AUTO:
-        timings.show(device)
+        timings.show(Ask(AUTO, *call[2], parsed_dtype, torch.device(device)))
     if not any(answer.takes for answer in found):
         console.print("No implementation takes this call: it is refused.")
         raise typer.Exit(1)

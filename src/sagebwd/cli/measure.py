@@ -59,8 +59,9 @@ WINDOWS = (
 )  # fmt: skip
 # Of a mask of elements, beyond which it is not made.
 MOST_ELEMENTS = 1 << 28
-# What is called most comes first.
+# What is called most comes first. Wide heads are measured where they are named.
 MEASURED_WIDTHS = ("128", "64", "256", "192/128", "192", "96", "80", "112", "72")
+WIDE_WIDTHS = ("512", "384", "320", "288")
 MEASURED_KINDS = (CAUSAL, FULL, PACKED, WINDOW, PADDING, MASK)
 MODEL_WIDTH = 2048  # heads x value_dim, at most
 WIDEST = 1 << 16  # a head_dim that may be asked about, of tensors that fit any memory
@@ -150,11 +151,11 @@ def cases(kinds: Iterable[str] = KINDS, widths: Iterable[str] = MEASURED_WIDTHS)
 
     Raises ValueError for a kind or a width that there is not.
     """
-    for what, names, known in (("kind", kinds, KINDS), ("head_dim", widths, MEASURED_WIDTHS)):
+    for what, names, known in (("kind", kinds, KINDS), ("head_dim", widths, MEASURED_WIDTHS + WIDE_WIDTHS)):
         for name in names:
             if name not in known:
                 raise ValueError(f"{what}={name!r} is not known; accepted: {', '.join(known)}")
-    pairs = [pair_of(name) for name in MEASURED_WIDTHS if name in widths]
+    pairs = [pair_of(name) for name in MEASURED_WIDTHS + WIDE_WIDTHS if name in widths]
     return [Case(kind, *pair) for kind in MEASURED_KINDS if kind in kinds for pair in pairs]
 
 

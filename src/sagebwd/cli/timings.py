@@ -17,6 +17,7 @@ from sagebwd.auto.contenders import NAMES
 from sagebwd.auto.fit import fitted, window_of
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.auto.timings import kept_at, read
+from sagebwd.call import Ask
 from sagebwd.cli import measure as benchmark
 from sagebwd.cli import report as reports
 from sagebwd.cli.outputs import check_files, check_folder
@@ -24,6 +25,7 @@ from sagebwd.cli.results import environment, save
 from sagebwd.cli.terminal import console, progress
 from sagebwd.environment import CACHE_DIR, make, write_whole
 from sagebwd.explain import digest_line, newer_torch
+from sagebwd.masks.kinds import KINDS
 
 # Of what is shown: a training step of 16384 tokens with 16 heads of 128, at these lengths.
 ELEMENTS, LENGTHS = 1 << 25, (1024, 4096, 16384)
@@ -67,15 +69,15 @@ def measure(
     console.print(f"wrote {' and '.join(map(str, dict.fromkeys([kept, path, report or kept])))}", soft_wrap=True)
 
 
-def show(device: str) -> None:
-    """Print what "auto" goes by on a GPU, and a digest of what that follows from."""
-    digest = agreement.digest(auto_choice.facts_of(torch.device(device)))
+def show(ask: Ask) -> None:
+    """Print what "auto" goes by on a call's GPU, a digest of what that follows from, and whether it has its widths."""
+    digest = agreement.digest(auto_choice.facts_of(ask.device))
     console.print(digest_line(digest), highlight=False)
     named = ", ".join(NAMES[peer] for peer in peers.installed()) or "neither FlashAttention-4 nor -3"
     console.print(f"auto: beside torch there is {named}", highlight=False)
-    known = known_of(torch.device(device))
+    known = known_of(ask.device)
     if not known:
-        card = torch.cuda.get_device_properties(device).name
+        card = torch.cuda.get_device_properties(ask.device).name
         console.print(
             f"auto: nobody has timed {card} with these versions, so calls of recipe auto run in full precision, by "
             "torch. `sagebwd doctor --measure` times it, in a few minutes.",
@@ -86,6 +88,14 @@ def show(device: str) -> None:
     sources = {times.source: newer_torch(times) for times in known}
     fitted_from = "; of what these lack from ".join(f"{source}{newer}" for source, newer in sources.items())
     console.print(f"fitted from {fitted_from}", soft_wrap=True, markup=False)
+    of_kinds = [ask._replace(kind=kind, training=training) for kind in KINDS for training in (False, True)]
+    if not any(times is not None and times.low is not None for times in map(auto_choice.times_of, of_kinds)):
+        width = widths_text(ask.head_dim, ask.value_dim)
+        console.print(
+            f"auto: low precision was not timed for head_dim {width}, so calls of recipe auto run in full precision "
+            "where others take them.",
+            markup=False,
+        )
 
 
 def table(known: Iterable[Times]) -> Table:

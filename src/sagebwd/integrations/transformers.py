@@ -40,9 +40,9 @@ from sagebwd.integrations.transformers_norms import add_qk_norm
 from sagebwd.integrations.transformers_padding import watch_padding
 from sagebwd.integrations.transformers_settings import NAME, check_model, have_handed_down, settings_of
 from sagebwd.integrations.transformers_sharing import shared_attention, sharing_of
-from sagebwd.integrations.transformers_torch import decode, documents_of_wide_heads, is_wide
+from sagebwd.integrations.transformers_torch import decode, is_wide
 from sagebwd.integrations.words import in_words_of
-from sagebwd.kernels.capabilities import WIDE
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 
 with extra("transformers"):
     from transformers import AttentionInterface, PreTrainedModel
@@ -131,7 +131,8 @@ def attention(
     Returns: (batch, tokens, heads, head_dim) in the dtype that the layer computes in, and None for the weights.
 
     Raises NotImplementedError for dropout, masks that need a gradient, soft-capping, a sink a query, position biases;
-    ValueError for more than 512 channels a head, unless the recipe is "auto".
+    for more than 512 channels a head, of packed documents NotImplementedError, else ValueError unless the recipe is
+    "auto".
     """
     _refuse_unsupported(dropout, kwargs)
     module, query, key, left = fusion.put_off(module, query, key, value)
@@ -171,7 +172,7 @@ def attention(
     }  # fmt: skip
     offsets = _packed_offsets(mask, query, key, kwargs)
     if offsets is not None and wide:
-        return documents_of_wide_heads(query, key, value, *offsets, shared), None
+        refuse(f"packed documents at head_dim {max(query.shape[-1], value.shape[-1])}, over {MAX_HEAD_DIM}")
     if offsets is not None:
         return _packed(query, key, value, *offsets, left, shared), None
     if mask.padding is None:
@@ -235,14 +236,14 @@ def _within(sliding_window: int | None, is_causal: bool, shape: tuple[int, int, 
 
 def _takes_projections(mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether attention is of tokens as the layer has them, dense or packed, so that what makes its operands may
-    normalise and rotate too: no cache, no padding that is hidden in place, no mask that is carried; widths that low
-    precision takes.
+    normalise and rotate too: no cache, no padding that is hidden in place, no mask that is carried; widths that
+    kernels take.
     """
     if mask is None or mask.continues or isinstance(mask.visible, str):
         return False
     if mask.padding is not None and (not mask.visible.is_banded or not has_values(query) or mask.has_holes):
         return False
-    narrow = max(query.shape[-1], value.shape[-1]) <= WIDE
+    narrow = max(query.shape[-1], value.shape[-1]) <= MAX_HEAD_DIM
     return narrow and query.dtype == key.dtype == value.dtype
 
 

@@ -1,5 +1,5 @@
 """Calls of Transformers that run on torch's scaled_dot_product_attention, in full precision: those that continue a KV
-cache, and under "auto" layers whose heads have over 256 channels, as Gemma 4's global layers.
+cache, and under "auto" layers whose heads have more channels than kernels take.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sagebwd import counts
-from sagebwd.attention import sage_attention
-from sagebwd.kernels.capabilities import MAX_HEAD_DIM, WIDE
+from sagebwd.kernels.capabilities import MAX_HEAD_DIM
 from sagebwd.recipe import AUTO
 
 _said: set[str] = set()
@@ -64,16 +63,15 @@ def _beside_sinks(
 
 
 def is_wide(module: nn.Module, query: Tensor, value: Tensor, recipe: object, impl: str | None) -> bool:
-    """Whether a layer's heads have more channels than "auto" gives to low precision, of which the first is said.
+    """Whether a layer's heads have more channels than kernels take, of which the first is said.
 
-    Raises ValueError where a recipe or an impl is named, which is never handed over, and takes no so many.
+    Raises ValueError where a recipe or an impl is named, which is never handed over.
     """
     head_dim = max(query.shape[-1], value.shape[-1])
-    is_named = recipe != AUTO or impl is not None
-    if head_dim <= (MAX_HEAD_DIM if is_named else WIDE):
+    if head_dim <= MAX_HEAD_DIM:
         return False
     name = type(module).__name__
-    if is_named:
+    if recipe != AUTO or impl is not None:
         layer = getattr(module, "layer_idx", None)
         raise ValueError(
             f"{name}, layer {layer}: head_dim {head_dim} is not supported under recipe={str(recipe)!r}, impl={impl!r};"
@@ -82,7 +80,7 @@ def is_wide(module: nn.Module, query: Tensor, value: Tensor, recipe: object, imp
         )
     say(
         f"attn_implementation='sagebwd': layers of {name} with head_dim {head_dim} run on torch's "
-        f"scaled_dot_product_attention in full precision; a recipe that is named takes up to {MAX_HEAD_DIM}"
+        f"scaled_dot_product_attention in full precision; kernels take up to {MAX_HEAD_DIM}"
     )
     return True
 
@@ -93,28 +91,3 @@ def say(text: str) -> None:
     if text not in _said:
         _said.add(text)
         warnings.warn(text, stacklevel=4)
-
-
-def documents_of_wide_heads(
-    query: Tensor, key: Tensor, value: Tensor, offsets_q: Tensor, offsets_k: Tensor, longest_q: int, longest_k: int,
-    shared: dict[str, object],
-) -> Tensor:  # fmt: skip
-    """Packed documents under a mask of elements, which torch takes at any head_dim, as SDPA would be given.
-
-    Args: query, key, value (batch, heads, tokens, head_dim); offsets (documents + 1,) in batch * tokens; shared, the
-    other arguments of `sage_attention`. Returns (batch, tokens, heads, value's head_dim).
-
-    Raises NotImplementedError where queries and keys are packed differently.
-    """
-    batch, heads, tokens, _ = query.shape
-    if tokens != key.shape[2] or (offsets_q is not offsets_k and not torch.equal(offsets_q, offsets_k)):
-        raise NotImplementedError(
-            f"cu_seq_lens_q that differ from cu_seq_lens_k are not supported at head_dim {query.shape[-1]}, over "
-            f"{WIDE}; use attn_implementation='sdpa' with one document a row"
-        )
-    query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    places = torch.arange(batch * tokens, device=query.device, dtype=offsets_q.dtype)
-    document = torch.searchsorted(offsets_q.to(query.device)[1:], places, right=True)
-    visible = (document[:, None] == document)[None, None]
-    out = sage_attention(query, key, value, visible, enable_gqa=heads != key.shape[1], **shared)
-    return out[0].transpose(0, 1).unflatten(0, (batch, tokens)).contiguous()

@@ -16,8 +16,8 @@ from sagebwd.recipe import Recipe
 FORWARD, BACKWARD = "forward", "backward"
 # The widest that any kernel takes, and what the public functions refuse over.
 MAX_HEAD_DIM = 512
-# Beyond it heads are wide: of all kernels the portable ones alone take them, and "auto" has torch run them, since it
-# was not measured who is faster.
+# Beyond it heads are wide: of all kernels the portable ones alone take them, and norm and rotary embedding before
+# attention are composed of torch's operations.
 WIDE = 256
 KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")

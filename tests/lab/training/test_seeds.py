@@ -2,6 +2,7 @@
 
 import pytest
 
+from lab.commands import seeds as command
 from lab.training import packed, parallel_runs, seeds
 from lab.training.gaps import gaps
 from lab.training.run_dir import COMPARISON
@@ -56,11 +57,14 @@ def test_what_has_ended_when_time_is_up_counts_and_the_same_command_goes_on(conf
     assert left == ["seed-4/mixed"]
     (row,) = gaps([tmp_path / "kept"])
     assert len(row.gaps) == 1
+    with pytest.raises(ValueError, match=r"1 runs have not ended: seed-4/mixed\. .* or say --unfinished"):
+        command.gaps([tmp_path / "kept"])
     assert seeds.train(config, [3, 4, 5], tmp_path / "out", PAIR, results=tmp_path / "kept") == []
     assert trained[3:] == ["seed-4/mixed", "seed-5/full precision", "seed-5/mixed"]
     seeds.train(config, [6], tmp_path / "out", PAIR, results=tmp_path / "kept")
     (row,) = gaps([tmp_path / "kept"])
     assert len(row.gaps) == 4
+    command.gaps([tmp_path / "kept"])
 
 
 def test_what_would_not_count_is_not_trained(config, trained, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Bound by memory: each tensor is read once, and what the attention kernels read i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,8 @@ def quantize_kernel(
     x, codes, smoothed: `Strided`. mean (batch, heads, D): subtracted. token_scale: one a token. block_scale: one a
     block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8,
     see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32. TURNED: codes are of
-    smoothed tokens times R, of so many channels, or 0.
+    smoothed tokens times R, of so many channels, or 0. Where BLOCK_D divides head_dim, each plane of the grid has its
+    own columns; scales must not be of rows then.
     """
     number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -71,7 +73,9 @@ def quantize_kernel(
     block = z * blocks + padded_block(start, batch, BLOCK, VARLEN) + number
     rows = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
-    EVEN: tl.constexpr = head_dim == BLOCK_D
+    if head_dim > BLOCK_D:
+        columns += tl.program_id(1) * BLOCK_D
+    EVEN: tl.constexpr = head_dim % BLOCK_D == 0
     inside = rows < length
     keep = inside
     x_at = row_of(x, batch, head, start + first)
@@ -133,13 +137,17 @@ def quantize_kernel(
     if column_sum is not None:
         # read again as it lies: of the codes themselves triton would make two, one a layout
         tl.debug_barrier()
-        code = load_transposed(transposed, z, blocks, block - z * blocks, head_dim, BLOCK, BLOCK_D, False)
+        of_columns = transposed
+        if head_dim > BLOCK_D:
+            of_columns += tl.program_id(1) * BLOCK_D * blocks * BLOCK
+        code = load_transposed(of_columns, z, blocks, block - z * blocks, head_dim, BLOCK, BLOCK_D, False)
         total = tl.sum(code.to(tl.int32), 0) * 128
         tl.store(column_sum + block * head_dim + columns, total.to(tl.float32), mask=columns < head_dim)
 
 
-# Tokens that a program takes where all have scales of their own and more channels than R's blocks.
-WIDE_ROWS = 32
+# Of more channels than R's blocks: tokens of a program where all have scales of their own, and channels, within these
+# ends, where scales are of channels.
+WIDE_ROWS, WIDE_COLUMNS = 32, (32, 128)
 
 
 @dataclass
@@ -173,6 +181,9 @@ def launch_quantize(
     head_dim, device = x.shape[-1], x.device
     if head_dim > MOST_ROTATED and group == "token" and not transposed:
         block = min(block, WIDE_ROWS)
+    block_d, least, most = 0, *WIDE_COLUMNS
+    if head_dim > MOST_ROTATED and group in ("channel", "sequence") and head_dim % least == 0:
+        block_d = math.gcd(head_dim, most)
     out = Quantized()
     if codes:
         out.codes = torch.empty(x.shape, dtype=torch.int8, device=device)
@@ -205,5 +216,7 @@ def launch_quantize(
         Strided.of(out.smoothed, packing) if smoothed else None,
         TURNED=turned,
         GROUP=group,
+        planes=head_dim // block_d if block_d else 1,
+        block_d=block_d,
     )
     return out

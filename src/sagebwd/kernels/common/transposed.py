@@ -23,9 +23,12 @@ def pass_warps(block: int, head_dim: int) -> int:
 
 
 def launch_pass(
-    kernel: Any, packing: Packing, head_dim: int, block: int, *given: Any, planes: int = 1, **constants: Any
-) -> None:
-    """Launch a pass over blocks of tokens, a program each, on what is ``given`` and the sizes of `NO_SPECIALIZE`."""
+    kernel: Any, packing: Packing, head_dim: int, block: int, *given: Any, planes: int = 1, block_d: int = 0,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """Launch a pass over blocks of tokens, a program each, on what is ``given`` and the sizes of `NO_SPECIALIZE`;
+    block_d: columns of a program's tile, all unless given."""
+    block_d = block_d or padded_head_dim(head_dim)
     launch(
         kernel,
         (packing.programs(block), planes),
@@ -38,8 +41,8 @@ def launch_pass(
         head_dim=head_dim,
         VARLEN=packing.cu_seqlens is not None,
         BLOCK=block,
-        BLOCK_D=padded_head_dim(head_dim),
-        num_warps=pass_warps(block, head_dim),
+        BLOCK_D=block_d,
+        num_warps=pass_warps(block, block_d),
         **constants,
     )
 
@@ -90,10 +93,13 @@ def transpose_kernel(
     transpose(at, pitch_of(codes), transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
 
 
-def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
-    """The transposed copy of saved codes."""
+def launch_transpose(codes: Tensor, packing: Packing, block: int, within: Tensor | None = None) -> Tensor:
+    """The transposed copy of saved codes; in the memory of ``within``, a dense tensor, if that has room."""
     head_dim = codes.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
+    if within is not None and transposed.nbytes <= within.nbytes:
+        memory = within.as_strided((within.numel(),), (1,)).view(torch.int8)
+        transposed = memory[: transposed.numel()].view(transposed.shape)
     given = Strided.of(codes, packing), packing.cu_seqlens, transposed
     launch_pass(transpose_kernel, packing, head_dim, block, *given)
     return transposed

@@ -87,13 +87,14 @@ def backward(
         shift = saved.k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     q_operand, k_operand = (saved.q_int8, k_int8) if s_int8 else (q, k_rows)
-    k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 else None
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
+    # dK is written last: its memory has K^T until then
+    k_t = launch_transpose(k_int8, keys, recipe.block_k, dk) if dq_int8 else None
     values = launch_centered_values(call, saved, v, rows=value_rows(call)) if recipe.dp == INT8 else None
     row_values, do_scale, do_t, q_t, do_int8 = launch_preprocess_do(call, saved, do, dlse, values)
     of_dp = (v, do) if values is None else (values.v_int8, do_int8)
     shared = q_operand, k_operand, *of_dp, saved.k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
-    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
     launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
     launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
     return dq, dk, dv

@@ -112,14 +112,13 @@ class Kind(NamedTuple):
     HAS_UPPER: bool
     RAGGED: bool  # a block of queries or of keys may end past its sequence
     GROUPED: bool  # query heads share a key head
-    BY_TOKEN: bool  # of whole blocks: heads of a token lie side by side in dK and dV
+    PACKED: bool
 
     @classmethod
-    def of(cls, call: Call, block_q: int, span: int, gradient: Tensor) -> Kind:
-        """Of blocks of so many queries, and keys; gradient: dK or dV, which lie alike."""
+    def of(cls, call: Call, block_q: int, span: int) -> Kind:
+        """Of blocks of so many queries, and keys."""
         ragged = call.packed or call.queries.tokens % block_q != 0 or call.keys.tokens % span != 0
-        by_token = not ragged and gradient.stride(1) < gradient.stride(2)
-        return cls(call.band["HAS_LOWER"], call.band["HAS_UPPER"], ragged, call.group > 1, by_token)
+        return cls(call.band["HAS_LOWER"], call.band["HAS_UPPER"], ragged, call.group > 1, call.packed)
 
 
 def steps_of(*names: str) -> list[str]:

@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sagebwd.call import Call, Packing
 from sagebwd.kernels.common.strided import counted
 from sagebwd.kernels.runtime.alignment import TMA_BYTES, contiguous
-from sagebwd.kernels.sm90.backward.arguments import Kind
 
 
 @cache
@@ -54,9 +53,10 @@ def vectors(x: Tensor, columns: int, width: int = 0) -> TensorDescriptor:
     return _described(x, (x.numel() // columns, columns), columns, (1, width or columns), layout)
 
 
-def gradient_blocks(x: Tensor, kind: Kind, block: tuple[int, int]) -> TensorDescriptor:
-    """Blocks of dK or dV, dense, as TMA writes them where no block is ragged."""
-    return matrix(x, x.shape[-1] * (x.shape[1] if kind.BY_TOKEN else 1), block)
+def gradient_blocks(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """Blocks of dK or dV, (B, H, N, D) or packed (total, H, D), as TMA writes those that end with no sequence."""
+    by_token = x.stride(1) < x.stride(-2 if x.dim() == 4 else 0)
+    return matrix(x, x.shape[-1] * (x.shape[1] if by_token else 1), block)
 
 
 def gradient_strides(call: Call, *gradients: Tensor) -> tuple[int, ...]:

@@ -58,6 +58,19 @@ def store_rows(x, out, strides, memory, work_tile, first_k):
 
 
 @gluon.jit
+def store_blocks(pieces, desc, memory, work_tile, first_k, sizes, by_token, KIND: gl.constexpr):
+    """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces, by TMA."""
+    WIDTH: gl.constexpr = pieces[0].shape[1]
+    tokens = sizes.total_k if KIND.PACKED else sizes.tokens_k
+    of_batch = 0 if KIND.PACKED else work_tile.batch * tokens
+    of_head = of_batch * sizes.heads_k + work_tile.head * tokens
+    row = work_tile.start + first_k + gl.where(by_token, of_batch, of_head)
+    column = gl.where(by_token, work_tile.head * (len(pieces) * WIDTH), 0)
+    for piece in gl.static_range(len(pieces)):
+        store_block(desc, memory.index(piece % memory.shape[0]), pieces[piece], row, column + piece * WIDTH)
+
+
+@gluon.jit
 def as_tiles(memory, desc, COUNT: gl.constexpr):
     """Reinterpret shared memory as COUNT tiles of a descriptor."""
     return reinterpret(memory, desc.dtype, [COUNT, desc.block_shape[0], desc.block_shape[1]], desc.layout)
@@ -67,23 +80,23 @@ def as_tiles(memory, desc, COUNT: gl.constexpr):
 def store_gradient(
     pieces, out, strides, desc, memory, work_tile, first_k, sizes, KIND: gl.constexpr, IN_TURN: gl.constexpr = False
 ):  # fmt: skip
-    """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces.
+    """Store dK or dV of 64 keys from ``first_k`` on, by channel pieces: by TMA, or by rows where the sequence ends.
 
     memory: `as_tiles` of a buffer that this warpgroup alone has read; pieces use its tiles one after another. IN_TURN:
     the program has more tiles of keys than one; rows by shared memory would cost its loops of masked blocks 27%.
     """
-    # a block of TMA is as wide as the form, and would write on into the next head's channels
     NARROW: gl.constexpr = len(strides) > 3
-    if KIND.RAGGED or (KIND.BY_TOKEN and NARROW):
-        store_rows(pieces, out, strides, None if IN_TURN else memory, work_tile, first_k)
+    by_token = strides[1] < strides[2]  # heads of a token lie side by side
+    if NARROW or KIND.RAGGED:
+        is_whole = first_k + ROWS <= work_tile.length
+        if NARROW:  # a block of TMA is as wide as the form, and would write on into the next head's channels
+            is_whole = is_whole & (by_token == 0)
+        if is_whole:
+            store_blocks(pieces, desc, memory, work_tile, first_k, sizes, by_token, KIND)
+        else:
+            store_rows(pieces, out, strides, None if IN_TURN else memory, work_tile, first_k)
     else:
-        WIDTH: gl.constexpr = pieces[0].shape[1]
-        row, column = (work_tile.batch * sizes.heads_k + work_tile.head) * sizes.tokens_k + first_k, 0
-        if KIND.BY_TOKEN:
-            row, column = work_tile.batch * sizes.tokens_k + first_k, work_tile.head * (len(pieces) * WIDTH)
-        for piece in gl.static_range(len(pieces)):
-            part = memory.index(piece % memory.shape[0])
-            store_block(desc, part, pieces[piece], row, column + piece * WIDTH)
+        store_blocks(pieces, desc, memory, work_tile, first_k, sizes, by_token, KIND)
 
 
 @gluon.jit

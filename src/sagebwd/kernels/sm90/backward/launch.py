@@ -156,7 +156,7 @@ def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: 
     programs = grid * heads if tensors.work_splits is None else len(tensors.work_splits.programs)
     sizes = Sizes.of(call, block_q, grid, heads_at_once)
     factors = Factors(call.scale, dq_sum_scale(call))
-    kind = Kind.of(call, block_q, span, tensors.dk)
+    kind = Kind.of(call, block_q, span)
     options = {"KIND": kind, "WIDTH": width, **LAUNCH}
     q, k, v, do = (x.blocks(tokens, piece) for x, tokens in zip(operands, (block_q, rows, rows, block_q)))
     q_t, do_t = (
@@ -166,7 +166,7 @@ def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: 
     scales = vectors(values.scales, SCALES.value, SCALES_APART)
     dq_sums = matrix(values.dq_sums, values.dq_sums.shape[1], (rows, tile.piece // 2 or rows))
     box = rows, rows if tile.split_dkdv else piece
-    dk, dv = (gradient_blocks(x, kind, box) for x in (tensors.dk, tensors.dv))
+    dk, dv = (gradient_blocks(x, box) for x in (tensors.dk, tensors.dv))
     if not tile.split_dkdv:
         planes = vectors(values.planes, 2 * block_q, 2 * block_q)
         delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
