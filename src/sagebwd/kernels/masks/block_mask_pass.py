@@ -263,8 +263,10 @@ def _tiles_kernel(
         given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K
     )
     is_whole = is_whole & there & (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
+    above = tl.maximum(first_q - TILE, 0)
+    _, is_below = _states_of(given, rows, columns, of_head, above, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K)
     is_listed = there & (is_skipped == 0) & (is_whole == 0)
-    place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0))
+    place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0), sem="relaxed")
     place += tl.cumsum(is_listed.to(tl.int32), 0) - 1
     at = of_head.to(tl.int64) * tiles_q * tiles_k + row * tiles_k + column
     tl.store(listed + place, at.to(tl.int32), mask=is_listed)
@@ -279,8 +281,6 @@ def _tiles_kernel(
         to = (of_head.to(tl.int64) * block_rows + block_row) * block_columns + block_column
         tl.store(blocks + to, tl.broadcast_to(state, [TILES, SIDE]), mask=written & (block_row < block_rows))
     # keys of a whole tile below another are written by that; all that write to a key write the same
-    above = tl.maximum(first_q - TILE, 0)
-    _, is_below = _states_of(given, rows, columns, of_head, above, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K)
     is_first = is_whole & ((row == 0) | (is_below == 0))
     if tl.max(is_first.to(tl.int32), 0) > 0:
         k = first_k[:, None] + tl.arange(0, TILE)[None, :]
