@@ -120,8 +120,8 @@ def test_blocks_of_other_sizes(sizes, monkeypatch):
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_keys_that_whole_tiles_alone_show(size, monkeypatch):
-    mask = create_block_mask(lambda b, h, q, k: q // 128 >= k // 128, None, None, 384, 300, DEVICE, BLOCK_SIZE=size)
-    assert_reads(mask, monkeypatch)
+    sizes = {"device": DEVICE, "BLOCK_SIZE": size}
+    assert_reads(create_block_mask(lambda b, h, q, k: q // 128 >= k // 128, None, None, 384, 300, **sizes), monkeypatch)
 
 
 def test_lists_without_whole_blocks(monkeypatch):
