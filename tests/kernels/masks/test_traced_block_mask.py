@@ -121,7 +121,9 @@ def test_blocks_of_other_sizes(sizes, monkeypatch):
 @pytest.mark.parametrize("size", [64, 128])
 def test_keys_that_whole_tiles_alone_show(size, monkeypatch):
     sizes = {"device": DEVICE, "BLOCK_SIZE": size}
-    assert_reads(create_block_mask(lambda b, h, q, k: q // 128 >= k // 128, None, None, 384, 300, **sizes), monkeypatch)
+    assert_reads(
+        create_block_mask(lambda b, h, q, k: q // 128 >= k // 128, None, None, 384, 300, **sizes), monkeypatch
+    )
 
 
 def test_lists_without_whole_blocks(monkeypatch):
