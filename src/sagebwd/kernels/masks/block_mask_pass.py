@@ -384,7 +384,7 @@ def _store_words(
     tl.store(at + row[:, None] * 4 + word[None, :], words)
     # a byte of the four words has the pairs of a row with a block's columns
     of_rows = tl.reshape(words, [SIDE, BLOCK, 4])
-    in_any, in_all = tl.reduce(of_rows, 1, _or), tl.reduce(of_rows, 1, _and)
+    in_any, in_all = tl.reduce(of_rows, 1, _or), ~tl.reduce(~of_rows, 1, _or)
     most = tl.max((in_any[:, :, None] >> (side * 8)[None, None, :]) & 255, 1)
     least = tl.min((in_all[:, :, None] >> (side * 8)[None, None, :]) & 255, 1)
     state = tl.where(most == 0, SKIP, tl.where(least == 255, WHOLE, MASKED)).to(tl.uint8)
@@ -406,11 +406,6 @@ def _store_words(
 @triton.jit
 def _or(a, b):
     return a | b
-
-
-@triton.jit
-def _and(a, b):
-    return a & b
 
 
 @triton.jit

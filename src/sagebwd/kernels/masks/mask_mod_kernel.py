@@ -119,10 +119,7 @@ def seen(TEXT: tl.constexpr, asked, along, stride_value, batch, head, q, k, BY_K
 @triton.jit
 def across(x, AS_ROW: tl.constexpr):
     """Values in a row, or in a column."""
-    if AS_ROW:
-        return x[None, :]
-    else:
-        return x[:, None]
+    return x[None, :] if AS_ROW else x[:, None]
 
 
 @triton.jit
