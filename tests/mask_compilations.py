@@ -51,11 +51,12 @@ if __name__ == "__main__":
         blocks = torch.empty(1, heads, *(-(-n // BLOCK) for n in tokens), dtype=torch.uint8, **on)
         tiles = torch.empty(1, heads, *(-(-n // TILE) for n in tokens), dtype=torch.int32, **on)
         key_mask = torch.empty(2, tokens[1], dtype=torch.bool, **on)
-        list_kernels._query_lists(blocks, key_mask, tokens, band, (192, 96))
+        for keys in (key_mask, None):
+            list_kernels._query_lists(blocks, keys, 2, tokens, band, (192, 96))
         first = torch.empty(2, dtype=torch.int64, **on)
         for by_key, apart, stored in ((False, first, tiles), (True, None, None)):
-            list_kernels._lists(blocks, stored, key_mask, apart, tokens, (64, 128), band, by_key)
+            list_kernels._lists(blocks, stored, key_mask, apart, 2, tokens, (64, 128), band, by_key)
         limits = work_splits.MOST, work_splits.LEAST
-        for heads_cut in (0, kv_heads):
+        for heads_cut, keys in ((0, key_mask), (kv_heads, None)):
             given = (64, 128), 4 // kv_heads, heads_cut, 2, limits
-            list_kernels._key_lists(blocks, tiles, key_mask, tokens, band, *given)
+            list_kernels._key_lists(blocks, tiles, keys, 2, tokens, band, *given)

@@ -13,10 +13,10 @@ from sagebwd.masks.mask import BLOCK, SKIP, TILE, WHOLE
 
 
 def lists_of(
-    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, last: Tensor | None, tokens: tuple[int, int],
-    tile: tuple[int, int], band: Band, by_key: bool,
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor | None, last: Tensor | None, batch: int,
+    tokens: tuple[int, int], tile: tuple[int, int], band: Band, by_key: bool,
 ) -> Tensor:  # fmt: skip
-    order = order_of(blocks, key_mask, tokens, tile, band, last)
+    order = order_of(blocks, key_mask, batch, tokens, tile, band, last)
     if tiles is not None:
         q, k = (torch.arange(n, device=blocks.device) * size // TILE for n, size in zip(order.shape[2:], tile))
         tiles = tiles[:, :, q[:, None], k]
@@ -30,7 +30,7 @@ def lists_of(
 
 
 def order_of(
-    blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
+    blocks: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
     last: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """How much of each tile of queries and keys is seen: 2 where all of it is, 1 in part, 0 nothing.
@@ -46,6 +46,8 @@ def order_of(
         visible, whole = visible & (farthest >= band.lower), whole & (nearest >= band.lower)
     if band.upper is not None:
         visible, whole = visible & (nearest <= band.upper), whole & (farthest <= band.upper)
+    if key_mask is None:
+        key_mask = torch.ones(batch, tokens[1], dtype=torch.bool, device=blocks.device)
     counts = F.pad(key_mask, (0, -tokens[1] % tile[1])).unflatten(1, (-1, tile[1]))[:, None, None]
     visible, whole = visible & counts.any(-1), whole & counts.all(-1)
     if tokens[0] % tile[0]:
@@ -62,8 +64,10 @@ def _coarse(blocks: Tensor, tile: tuple[int, int], padding: int) -> Tensor:
     return blocks.unflatten(3, (-1, k)).unflatten(2, (-1, q)).transpose(3, 4).flatten(4)
 
 
-def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Tensor:
-    order = order_of(blocks, key_mask, tokens, tile, band)
+def of_queries(
+    blocks: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
+) -> Tensor:
+    order = order_of(blocks, key_mask, batch, tokens, tile, band)
     in_part, whole = _counts(order)
     # the kernel's first step is one with masks, whose bits say that the block is whole, or that nothing is seen
     missing = (in_part == 0).int()
@@ -71,10 +75,10 @@ def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: 
 
 
 def of_keys(
-    blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int = 0, last_heads: int = 1,
+    blocks: Tensor, tiles: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], band: Band,
+    tile: tuple[int, int], group: int, heads: int = 0, last_heads: int = 1,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    order = order_of(blocks, key_mask, tokens, tile, band)
+    order = order_of(blocks, key_mask, batch, tokens, tile, band)
     q, k = (torch.arange(n, device=order.device) * size // TILE for n, size in zip(order.shape[2:], tile))
     seen = (order > 0).int()
     rank = seen.flip(-1).cumsum(-1).flip(-1) - seen
@@ -88,7 +92,7 @@ def of_keys(
     found = found.gather(-2, _in_part_first(order)[..., None].expand_as(found)).flatten(-2)
     lists = torch.cat([F.pad(torch.cat(_counts(order), -1), (0, 2)), found], -1).int()
     lists = F.pad(lists, (0, -lists.shape[-1] % LENGTHS))
-    return lists, work_splits_of(lists, len(key_mask), heads, last_heads) if heads else None
+    return lists, work_splits_of(lists, batch, heads, last_heads) if heads else None
 
 
 def _counts(order: Tensor) -> tuple[Tensor, Tensor]:

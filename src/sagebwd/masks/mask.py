@@ -91,6 +91,11 @@ class Mask:
         """The mask of which this is left."""
         return self.with_tensors(*watched, *self.tensors[1:], self.parts)
 
+    def keys_beside(self, key_mask: Tensor) -> Tensor | None:
+        """Keys that count, or None for the mask's own, of which blocks tell all: SKIP has none, MASKED has some, and
+        all below the last token are in WHOLE."""
+        return None if key_mask is self.keys else key_mask
+
     def made(self, settings: Hashable, make: Callable[[], T]) -> T:
         """The part of the mask that ``make()`` gives for some settings."""
         return make() if self.parts is None else self.parts.get(settings, make)

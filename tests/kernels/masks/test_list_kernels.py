@@ -47,6 +47,7 @@ def on_device(*tensors: Tensor) -> list[Tensor]:
 
 def check_queries(name: str) -> None:
     mask, key_mask, *settings, _, _ = case(name)
+    settings = len(key_mask), *settings
     found = list_kernels.of_queries(*on_device(mask.blocks, key_mask), *settings)
     assert torch.equal(found.cpu(), torch_lists.of_queries(mask.blocks, key_mask, *settings))
 
@@ -54,7 +55,7 @@ def check_queries(name: str) -> None:
 def check_keys(name: str, queries: int, turns: bool) -> None:
     mask, key_mask, tokens, band, _, group, heads = case(name)
     tiles = sm90_block_lists._packed(mask, tokens, True)[1]
-    settings = tokens, band, (queries, 128), group, heads, heads * len(key_mask) if turns else 1
+    settings = len(key_mask), tokens, band, (queries, 128), group, heads, heads * len(key_mask) if turns else 1
     expected, programs = torch_lists.of_keys(mask.blocks, tiles, key_mask, *settings)
     ours, our_programs = list_kernels.of_keys(*on_device(mask.blocks, tiles, key_mask), *settings)
     assert torch.equal(ours.cpu(), expected)
@@ -80,18 +81,36 @@ def test_lists_of_portable_kernels_are_torchs(name, by_key, monkeypatch):
         monkeypatch.setattr(list_kernels, "CHUNK", 2)
     mask, key_mask, tokens, band, *_ = case(name)
     for first_keys, tile in ((0, (64, 128)), (1, (128, 32)), (16, (64, 32))):
-        last = lists.last_of(key_mask, first_keys) if first_keys else None
-        expected = torch_lists.lists_of(mask.blocks, mask.tiles, key_mask, last, tokens, tile, band, by_key)
+        last, settings = lists.last_of(key_mask, first_keys) if first_keys else None, (len(key_mask), tokens, tile)
+        expected = torch_lists.lists_of(mask.blocks, mask.tiles, key_mask, last, *settings, band, by_key)
         last = None if last is None else last.to(DEVICE)
         tiles = None if mask.tiles is None else mask.tiles.to(DEVICE)
         blocks, keys = on_device(mask.blocks, key_mask)
-        found = list_kernels.lists_of(blocks, tiles, keys, last, tokens, tile, band, by_key)
+        found = list_kernels.lists_of(blocks, tiles, keys, last, *settings, band, by_key)
         assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in CASES])
 def test_lists_of_keys_are_torchs(name):
     check_keys(name, queries=64 if name != "even" else 128, turns=len(name) % 2 == 0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in CASES])
+def test_a_masks_own_keys_say_nothing_that_blocks_do_not(name):
+    mask, _, tokens, band, tile, group, heads = case(name)
+    tiles, batch = sm90_block_lists._packed(mask, tokens, True)[1], CASES[name][1][0]
+    own = mask.keys.expand(batch, tokens[1]).contiguous()
+    blocks, tiles, own = on_device(mask.blocks, tiles, own)
+    for function, stored, settings in (
+        (list_kernels.of_queries, (), (tokens, band, tile)),
+        (list_kernels.of_keys, (tiles,), (tokens, band, (64, 128), group, heads, heads)),
+    ):
+        found, expected = (function(blocks, *stored, keys, batch, *settings) for keys in (None, own))
+        assert all(torch.equal(x, e) for x, e in zip(found, expected, strict=True))
+    for by_key in (False, True):
+        settings = None, batch, tokens, (64, 128), band, by_key
+        found, expected = (list_kernels.lists_of(blocks, None, keys, *settings) for keys in (None, own))
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in ("matrix", "sinks")])
@@ -116,20 +135,20 @@ def test_a_window_beyond_every_key_is_none(far):
             expected, found = Band.of(False, *open_ended), Band.of(False, *window)
             assert found != expected
             assert all(bound is None or -(2**31) <= bound < 2**31 for bound in (found.lower, found.upper))
-            ours, exact = (list_kernels.of_queries(blocks, keys, tokens, band, tile) for band in (found, expected))
+            ours, exact = (list_kernels.of_queries(blocks, keys, 1, tokens, band, tile) for band in (found, expected))
             assert torch.equal(ours, exact)
             settings = (64, 128), group, heads, heads
             ours, exact = (
-                list_kernels.of_keys(blocks, tiles, keys, tokens, band, *settings)[0] for band in (found, expected)
+                list_kernels.of_keys(blocks, tiles, keys, 1, tokens, band, *settings)[0] for band in (found, expected)
             )
             assert torch.equal(ours, exact)
             for by_key in (False, True):
                 ours, exact = (
-                    list_kernels.lists_of(blocks, None, keys, None, tokens, (64, 64), band, by_key)
+                    list_kernels.lists_of(blocks, None, keys, None, 1, tokens, (64, 64), band, by_key)
                     for band in (found, expected)
                 )
                 assert torch.equal(ours, exact)
-                made = torch_lists.lists_of(mask.blocks, None, key_mask, None, tokens, (64, 64), found, by_key)
+                made = torch_lists.lists_of(mask.blocks, None, key_mask, None, 1, tokens, (64, 64), found, by_key)
                 assert torch.equal(exact.cpu(), made)
 
 

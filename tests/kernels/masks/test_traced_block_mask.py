@@ -16,6 +16,7 @@ from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
 from sagebwd.masks.mask import Mask
 from sagebwd.masks.tiles import tiles_of
 from sagebwd.masks.trace_mask_mod import traced
+from sagebwd.planning.mask_argument import keys_of
 from tests.attention_case import outcome
 
 pytest.importorskip("triton")
@@ -82,7 +83,7 @@ def by_kernels(monkeypatch):
 
 
 def pairs(mask: Mask) -> Tensor:
-    return mask.part(slice(0, TOKENS), slice(0, KEYS))
+    return mask.part(*(slice(0, n) for n in mask.shape[2:]))
 
 
 def assert_reads(block_mask, monkeypatch) -> None:
@@ -97,12 +98,13 @@ def assert_reads(block_mask, monkeypatch) -> None:
         assert torch.equal(mask.blocks, expected.blocks)
     for mask in found:
         assert torch.equal(mask.keys, expected.keys.expand(2, -1))
+        assert mask.keys_beside(keys_of(mask, 2, expected.shape[3])) is None  # so that lists need not read them
     assert torch.equal(counted.keys, expected.keys)
     assert torch.equal(pairs(found[0]), pairs(expected))
     assert torch.equal(pairs(counted), pairs(expected))
     assert counted.elements.shape == expected.elements.shape
     for by_key, mask in enumerate(found[1:]):
-        bits, tiles = mask.parts.known(("bits", (TOKENS, KEYS), bool(by_key)))
+        bits, tiles = mask.parts.known(("bits", expected.shape[2:], bool(by_key)))
         assert torch.equal(bits[tiles.long()], words[by_key][expected.tiles.long()])
 
 
@@ -114,6 +116,12 @@ def test_what_is_read_is_what_torch_reads(name, monkeypatch):
 @pytest.mark.parametrize("sizes", [(256, 128), 64, 96], ids=str)
 def test_blocks_of_other_sizes(sizes, monkeypatch):
     assert_reads(drawn("of several", sizes), monkeypatch)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_keys_that_whole_tiles_alone_show(size, monkeypatch):
+    mask = create_block_mask(lambda b, h, q, k: q // 128 >= k // 128, None, None, 384, 300, DEVICE, BLOCK_SIZE=size)
+    assert_reads(mask, monkeypatch)
 
 
 def test_lists_without_whole_blocks(monkeypatch):

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.kernels.masks.mask_blocks import BLOCK, MASKED, SIDE, SKIP, TILE, WHOLE
-from sagebwd.kernels.masks.mask_mod_kernel import crossings, seen, store_along
+from sagebwd.kernels.masks.mask_mod_kernel import across, crossings, seen, store_along
 from sagebwd.kernels.runtime import program
 from sagebwd.masks import mask as masks
 from sagebwd.masks.kinds import ELEMENTS, WORDS_BY_KEY
@@ -134,7 +134,7 @@ def _tiles(lists: Lists, sizes: tuple[int, int], tokens: tuple[int, int], batch:
     program.launch(
         _tiles_kernel, (math.prod(grid[:3]) * chunks,), given, *given.shape[2:], *grid[1:], chunks, *tokens,
         batch // grid[0], *found[1:3], found.keys.view(torch.uint8), *found[4:], TILES=TILES, **_pieces(sizes),
-        num_warps=4,
+        num_warps=1,
     )  # fmt: skip
     return found
 
@@ -146,10 +146,11 @@ def _shown(
     given, grid, longest = found.given, found.tiles.shape, max(tokens)
     asked, chunks = _asked(trace, found, longest), -(-longest // TOKENS)
     of_trace, places = (asked, asked.along.stride(0), longest), (found.listed, found.count)
-    program.launch(
-        _along_kernel, (grid[0] * grid[1] * chunks,), *of_trace, grid[1], chunks, *tokens, TEXT=trace.text,
-        TOKENS=TOKENS, num_warps=4,
-    )  # fmt: skip
+    if crossings(trace.text):
+        program.launch(
+            _along_kernel, (grid[0] * grid[1] * chunks,), *of_trace, grid[1], chunks, *tokens, TEXT=trace.text,
+            TOKENS=TOKENS, num_warps=4,
+        )  # fmt: skip
     program.launch(
         _shown_kernel, (min(math.prod(grid), PROGRAMS),), given, *given.shape[2:], *of_trace, *grid[1:], *tokens,
         found.keys.shape[0] // grid[0], *places, found.blocks, found.keys.view(torch.uint8),
@@ -232,6 +233,21 @@ def _state_at(given, rows, columns, of_head, q, k, SIZE_Q: tl.constexpr, SIZE_K:
     return tl.load(given + (of_head.to(tl.int64) * rows + row) * columns + column)
 
 
+@triton.jit
+def _states_of(
+    given, rows, columns, of_head, first_q, first_k, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    PIECES_Q: tl.constexpr, PIECES_K: tl.constexpr,
+):  # fmt: skip
+    """Whether all blocks that lie in tiles are skipped, and whether all are whole."""
+    is_skipped, is_whole = first_k >= 0, first_k >= 0
+    for piece in range(PIECES_Q * PIECES_K):
+        q = first_q + (piece // PIECES_K) * (TILE // PIECES_Q)
+        k = first_k + (piece % PIECES_K) * (TILE // PIECES_K)
+        state = _state_at(given, rows, columns, of_head, q, k, SIZE_Q, SIZE_K)
+        is_skipped, is_whole = is_skipped & (state == SKIP), is_whole & (state == WHOLE)
+    return is_skipped, is_whole
+
+
 @triton.jit(do_not_specialize=OF_LENGTHS)
 def _tiles_kernel(
     given, rows, columns, heads, tiles_q, tiles_k, chunks, tokens_q, tokens_k, copies, blocks, tiles, keys, listed,
@@ -243,14 +259,14 @@ def _tiles_kernel(
     chunk, row, of_head = number % chunks, number // chunks % tiles_q, number // (chunks * tiles_q)
     column = chunk * TILES + tl.arange(0, TILES)
     first_q, first_k, there = row * TILE, column * TILE, column < tiles_k
-    is_skipped, is_whole = there, there & (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
-    for piece in range(PIECES_Q * PIECES_K):
-        q = first_q + (piece // PIECES_K) * (TILE // PIECES_Q)
-        k = first_k + (piece % PIECES_K) * (TILE // PIECES_K)
-        state = _state_at(given, rows, columns, of_head, q, k, SIZE_Q, SIZE_K)
-        is_skipped, is_whole = is_skipped & (state == SKIP), is_whole & (state == WHOLE)
+    is_skipped, is_whole = _states_of(
+        given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K
+    )
+    is_whole = is_whole & there & (first_q + TILE <= tokens_q) & (first_k + TILE <= tokens_k)
+    above = tl.maximum(first_q - TILE, 0)
+    _, is_below = _states_of(given, rows, columns, of_head, above, first_k, SIZE_Q, SIZE_K, PIECES_Q, PIECES_K)
     is_listed = there & (is_skipped == 0) & (is_whole == 0)
-    place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0))
+    place = tl.atomic_add(count, tl.sum(is_listed.to(tl.int32), 0), sem="relaxed")
     place += tl.cumsum(is_listed.to(tl.int32), 0) - 1
     at = of_head.to(tl.int64) * tiles_q * tiles_k + row * tiles_k + column
     tl.store(listed + place, at.to(tl.int32), mask=is_listed)
@@ -264,12 +280,14 @@ def _tiles_kernel(
         block_row = row * SIDE + i
         to = (of_head.to(tl.int64) * block_rows + block_row) * block_columns + block_column
         tl.store(blocks + to, tl.broadcast_to(state, [TILES, SIDE]), mask=written & (block_row < block_rows))
-    # all that write to a key write the same
-    k = first_k[:, None] + tl.arange(0, TILE)[None, :]
-    one = tl.full([TILES, TILE], 1, tl.uint8)
-    for copy in range(copies):
-        batch = (of_head // heads * copies + copy).to(tl.int64)
-        tl.store(keys + batch * tokens_k + k, one, mask=is_whole[:, None])
+    # keys of a whole tile below another are written by that; all that write to a key write the same
+    is_first = is_whole & ((row == 0) | (is_below == 0))
+    if tl.max(is_first.to(tl.int32), 0) > 0:
+        k = first_k[:, None] + tl.arange(0, TILE)[None, :]
+        one = tl.full([TILES, TILE], 1, tl.uint8)
+        for copy in range(copies):
+            batch = (of_head // heads * copies + copy).to(tl.int64)
+            tl.store(keys + batch * tokens_k + k, one, mask=is_first[:, None])
 
 
 @triton.jit(do_not_specialize=OF_LENGTHS)
@@ -303,73 +321,72 @@ def _shown_kernel(
         row, column, of_head = number // tiles_k % tiles_q, number % tiles_k, number // (tiles_q * tiles_k)
         along = asked.along + of_head.to(tl.int64) * longest
         of_tile = (
-            of_head,
-            row * TILE,
-            column * TILE,
-            tokens_q,
-            tokens_k,
-            heads,
-            given,
-            rows,
-            columns,
-            along,
-            stride_value,
-        )
+            of_head, row * TILE, column * TILE, tokens_q, tokens_k, heads, given, rows, columns, along, stride_value
+        )  # fmt: skip
         to = blocks + (of_head.to(tl.int64) * block_rows + row * SIDE) * block_columns + column * SIDE
         of_blocks = to, block_columns, block_rows - row * SIDE, block_columns - column * SIDE
         of_keys = keys + (of_head // heads * copies).to(tl.int64) * tokens_k, copies, tokens_k
         at = stored + (number * 0 + place + COMMON).to(tl.int64) * (TILE * (TILE if FORM == OF_ELEMENTS else 4))
-        UNIFORM: tl.constexpr = PIECES_Q * PIECES_K == 1
+        UNIFORM: tl.constexpr = PIECES_Q * PIECES_K == 1  # a tile lies in one block
+        is_whole = row < 0
+        if UNIFORM:
+            is_whole = _state_at(given, rows, columns, of_head, row * TILE, column * TILE, SIZE_Q, SIZE_K) == WHOLE
         if FORM == OF_ELEMENTS:
-            _store_elements(at, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM)
+            _store_elements(at, asked, of_tile, of_blocks, of_keys, is_whole, TEXT, SIZE_Q, SIZE_K, UNIFORM)
         else:
             BY_KEY: tl.constexpr = FORM == OF_KEYS
-            _store_words(at, asked, of_tile, of_blocks, of_keys, TEXT, SIZE_Q, SIZE_K, UNIFORM, BY_KEY)
+            _store_words(at, asked, of_tile, of_blocks, of_keys, is_whole, TEXT, SIZE_Q, SIZE_K, UNIFORM, BY_KEY)
 
 
 @triton.jit
 def _seen(
     asked, of_tile, q, k, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
-    UNIFORM: tl.constexpr,
+    UNIFORM: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Whether queries see keys, (queries, keys); q (queries,), k (keys,); UNIFORM: a tile lies in one block."""
-    of_head, first_q, first_k, tokens_q, tokens_k, heads, given, rows, columns, along, stride_value = of_tile
+    """`seen`, and where a tile lies in several blocks what their states say."""
+    of_head, _, _, tokens_q, tokens_k, heads, given, rows, columns, along, stride_value = of_tile
     at_q, at_k = tl.minimum(q, tokens_q - 1).to(tl.int64), tl.minimum(k, tokens_k - 1).to(tl.int64)
     batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
-    shown = seen(TEXT, asked, along, stride_value, batch, head, at_q, at_k)
-    if UNIFORM:
-        state = _state_at(given, rows, columns, of_head, first_q, first_k, SIZE_Q, SIZE_K)
-    else:
-        state = _state_at(given, rows, columns, of_head, q[:, None], k[None, :], SIZE_Q, SIZE_K)
-    there = (q < tokens_q)[:, None] & (k < tokens_k)[None, :]
-    return ((state == WHOLE) | ((state == MASKED) & shown)) & there
+    shown = seen(TEXT, asked, along, stride_value, batch, head, at_q, at_k, BY_KEY)
+    if not UNIFORM:
+        q, k = across(q, BY_KEY), across(k, not BY_KEY)
+        state = _state_at(given, rows, columns, of_head, q, k, SIZE_Q, SIZE_K)
+        shown = (state == WHOLE) | ((state == MASKED) & shown)
+    return shown
 
 
 @triton.jit
 def _store_words(
-    at, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    at, asked, of_tile, of_blocks, of_keys, is_whole, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
     UNIFORM: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Words of a tile, bit after bit: word t of a row has columns 8j + 2t and 8j + 2t + 1 at bits 2j and 2j + 1, as
     `sm90_block_lists.pack` has them."""
-    first_q, first_k = of_tile[1], of_tile[2]
+    first_q, first_k, rows, columns = of_tile[1], of_tile[2], of_tile[3] - of_tile[1], of_tile[4] - of_tile[2]
+    if BY_KEY:
+        rows, columns = columns, rows
     blocks, block_columns, rows_left, columns_left = of_blocks
     row, word, side = tl.arange(0, TILE), tl.arange(0, 4), tl.arange(0, SIDE)
-    words = tl.zeros([TILE, 4], tl.int32)
-    for bit in range(TILE // 4):
-        column = bit // 2 * 8 + word * 2 + bit % 2
-        if BY_KEY:
-            q, k = first_q + column, first_k + row
-            shown = tl.trans(_seen(asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM))
-        else:
-            q, k = first_q + row, first_k + column
-            shown = _seen(asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM)
-        words = words | (shown.to(tl.int32) << bit)
+    words = tl.zeros([TILE, 4], tl.int32) - is_whole.to(tl.int32)
+    if is_whole == 0:
+        for bit in range(TILE // 4):
+            column = bit // 2 * 8 + word * 2 + bit % 2
+            if BY_KEY:
+                q, k = first_q + column, first_k + row
+            else:
+                q, k = first_q + row, first_k + column
+            shown = _seen(asked, of_tile, q, k, TEXT, SIZE_Q, SIZE_K, UNIFORM, BY_KEY)
+            words = tl.where(shown, words | (tl.full((), 1, tl.int32) << bit), words)
+    # bits of what lies before the last token
+    count = columns // 8 * 2 + tl.minimum(tl.maximum(columns % 8 - word * 2, 0), 2)
+    kept = tl.where(count < TILE // 4, (1 << count) - 1, -1)
+    words = tl.where((row < rows)[:, None], words & kept[None, :], 0)
     tl.store(at + row[:, None] * 4 + word[None, :], words)
     # a byte of the four words has the pairs of a row with a block's columns
-    bytes_of = (words[:, :, None] >> (side * 8)[None, None, :]) & 255
-    bytes_of = tl.reshape(bytes_of, [SIDE, BLOCK, 4, SIDE])
-    most, least = tl.max(tl.max(bytes_of, 1), 1), tl.min(tl.min(bytes_of, 1), 1)
+    of_rows = tl.reshape(words, [SIDE, BLOCK, 4])
+    in_any, in_all = tl.reduce(of_rows, 1, _or), tl.reduce(of_rows, 1, _and)
+    most = tl.max((in_any[:, :, None] >> (side * 8)[None, None, :]) & 255, 1)
+    least = tl.min((in_all[:, :, None] >> (side * 8)[None, None, :]) & 255, 1)
     state = tl.where(most == 0, SKIP, tl.where(least == 255, WHOLE, MASKED)).to(tl.uint8)
     if BY_KEY:
         to = side[None, :] * block_columns + side[:, None]
@@ -381,7 +398,7 @@ def _store_words(
     if BY_KEY:
         _store_keys(of_keys, first_k + row, tl.max((words != 0).to(tl.int32), 1) > 0)
     else:
-        any_row, bits = tl.reduce(words, 0, _or), tl.arange(0, TILE // 4)
+        any_row, bits = tl.reduce(in_any, 0, _or), tl.arange(0, TILE // 4)
         k = first_k + (bits // 2 * 8 + bits % 2)[:, None] + (word * 2)[None, :]
         _store_keys(of_keys, k, ((any_row[None, :] >> bits[:, None]) & 1) != 0)
 
@@ -392,17 +409,24 @@ def _or(a, b):
 
 
 @triton.jit
+def _and(a, b):
+    return a & b
+
+
+@triton.jit
 def _store_elements(
-    at, asked, of_tile, of_blocks, of_keys, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
+    at, asked, of_tile, of_blocks, of_keys, is_whole, TEXT: tl.constexpr, SIZE_Q: tl.constexpr, SIZE_K: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Elements of a tile, a column of blocks after the other."""
-    first_q, first_k = of_tile[1], of_tile[2]
+    first_q, first_k, tokens_q, tokens_k = of_tile[1], of_tile[2], of_tile[3], of_tile[4]
     blocks, block_columns, rows_left, columns_left = of_blocks
     row, column, side = tl.arange(0, TILE), tl.arange(0, BLOCK), tl.arange(0, SIDE)
     for number in range(SIDE):
         k = first_k + (column + number * BLOCK)
-        shown = _seen(asked, of_tile, first_q + row, k, TEXT, SIZE_Q, SIZE_K, UNIFORM).to(tl.int32)
+        shown = _seen(asked, of_tile, first_q + row, k, TEXT, SIZE_Q, SIZE_K, UNIFORM, False)
+        there = (first_q + row < tokens_q)[:, None] & (k < tokens_k)[None, :]
+        shown = ((is_whole | shown) & there).to(tl.int32)
         tl.store(at + row[:, None] * TILE + (k - first_k)[None, :], shown.to(tl.uint8))
         cut = tl.reshape(shown, [SIDE, BLOCK, BLOCK])
         most, least = tl.max(tl.max(cut, 2), 1), tl.min(tl.min(cut, 2), 1)

@@ -25,36 +25,39 @@ CHUNK, LISTS = 128, 1024
 # What differs from call to call: no length has kernels of its own.
 OF_BLOCKS = ["stride_batch", "stride_head", "stride_row", "stride_column", "stride_keys", "tokens_q", "tokens_k"]
 OF_TILES = ["tile_batch", "tile_head", "tile_row", "tile_column", "length"]
-OF_LISTS = ["stride_batch", "stride_head", "stride_row", "all_heads", "columns"]
+OF_LISTS = ["stride_row", "own", "of_batch", "columns", "count"]
 
 
-def of_queries(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> Tensor:
-    """The lists of `sm90_block_lists.of_queries`; blocks, of the mask."""
-    return program.run(_query_lists, blocks, key_mask, tokens, band, tile)[0]
+def of_queries(
+    blocks: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
+) -> Tensor:
+    """The lists of `sm90_block_lists.of_queries`; key_mask, None for the mask's own keys."""
+    return program.run(_query_lists, blocks, key_mask, batch, tokens, band, tile)[0]
 
 
 def of_keys(
-    blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int, last_heads: int,
+    blocks: Tensor, tiles: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], band: Band,
+    tile: tuple[int, int], group: int, heads: int, last_heads: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The lists of `sm90_block_lists.of_keys`, and their splits if heads is not 0; tiles, of words."""
     limits = work_splits.MOST, work_splits.LEAST
-    return program.run(_key_lists, blocks, tiles, key_mask, tokens, band, tile, group, heads, last_heads, limits)
+    settings = batch, tokens, band, tile, group, heads, last_heads, limits
+    return program.run(_key_lists, blocks, tiles, key_mask, *settings)
 
 
 def lists_of(
-    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, last: Tensor | None, tokens: tuple[int, int],
-    tile: tuple[int, int], band: Band, by_key: bool,
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor | None, last: Tensor | None, batch: int,
+    tokens: tuple[int, int], tile: tuple[int, int], band: Band, by_key: bool,
 ) -> Tensor:  # fmt: skip
     """The lists of `lists.lists_of`; last (B,), of the first keys that are apart."""
-    return program.run(_lists, blocks, tiles, key_mask, last, tokens, tile, band, by_key)[0]
+    return program.run(_lists, blocks, tiles, key_mask, last, batch, tokens, tile, band, by_key)[0]
 
 
 def _lists(
-    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, last: Tensor | None, tokens: tuple[int, int],
-    tile: tuple[int, int], band: Band, by_key: bool,
+    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor | None, last: Tensor | None, batch: int,
+    tokens: tuple[int, int], tile: tuple[int, int], band: Band, by_key: bool,
 ) -> tuple[Tensor]:  # fmt: skip
-    batch, heads, sizes = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
+    heads, sizes = blocks.shape[1], _tiles_of(tokens, tile)
     of_lists, count = sizes[::-1] if by_key else sizes
     length = 2 + count * (1 if tiles is None else 2)
     lists = torch.empty(batch, heads, of_lists, length, dtype=torch.int32, device=blocks.device)
@@ -66,9 +69,9 @@ def _lists(
 
 
 def _query_lists(
-    blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
+    blocks: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], band: Band, tile: tuple[int, int]
 ) -> tuple[Tensor]:
-    batch, heads, (rows, columns) = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
+    heads, (rows, columns) = blocks.shape[1], _tiles_of(tokens, tile)
     lists = torch.empty(batch, heads, rows, 2 + columns, dtype=torch.int32, device=blocks.device)
     seen = _seen(blocks, key_mask, tokens, band)
     options = {"TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
@@ -77,10 +80,10 @@ def _query_lists(
 
 
 def _key_lists(
-    blocks: Tensor, tiles: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int],
-    group: int, heads: int, last_heads: int, limits: tuple[int, int],
+    blocks: Tensor, tiles: Tensor, key_mask: Tensor | None, batch: int, tokens: tuple[int, int], band: Band,
+    tile: tuple[int, int], group: int, heads: int, last_heads: int, limits: tuple[int, int],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    batch, of_blocks, (rows, columns) = len(key_mask), blocks.shape[1], _tiles_of(tokens, tile)
+    of_blocks, (rows, columns) = blocks.shape[1], _tiles_of(tokens, tile)
     of_lists = -(-of_blocks // group)  # of one head of blocks one list is all heads'
     options = {"TILE_Q": tile[0], "TILE_K": tile[1], "CHUNK": CHUNK, "num_warps": 4}
     seen = _seen(blocks, key_mask, tokens, band)
@@ -106,11 +109,11 @@ def _key_lists(
 
 
 def _work_splits(lists: Tensor, heads: int, last_heads: int, most: int, least: int) -> Tensor:
-    (batch, _, columns, _), device = lists.shape, lists.device
+    (batch, of_lists, columns, _), device = lists.shape, lists.device
     count = batch * heads * columns
     programs = torch.empty(count + most, work_splits.FIELDS, dtype=torch.int32, device=device)
     places = torch.empty(count, 3, dtype=torch.int32, device=device)
-    given = lists, *_strides(lists, 3), batch * heads, heads, columns, places, programs
+    given = lists, lists.stride(2), of_lists * columns, heads * columns, columns, count, places, programs
     program.launch(_places_kernel, (1,), *given, last_heads, MOST=most, LEAST=least, LISTS=LISTS, num_warps=8)
     program.launch(_shares_kernel, (count,), *given, CHUNK=32, num_warps=1)
     return programs
@@ -120,9 +123,11 @@ def _tiles_of(tokens: tuple[int, int], tile: tuple[int, int]) -> list[int]:
     return [-(-n // size) for n, size in zip(tokens, tile)]
 
 
-def _seen(blocks: Tensor, key_mask: Tensor, tokens: tuple[int, int], band: Band) -> tuple[Tensor | int | None, ...]:
+def _seen(
+    blocks: Tensor, key_mask: Tensor | None, tokens: tuple[int, int], band: Band
+) -> tuple[Tensor | int | None, ...]:
     """What kernels take that look at blocks: these, the keys that count, tokens and the band."""
-    keys = key_mask.view(torch.uint8), *key_mask.stride()
+    keys = (None, 0, 0) if key_mask is None else (key_mask.view(torch.uint8), *key_mask.stride())
     return blocks, *_strides(blocks, 4), *keys, *tokens, band.lower, band.upper
 
 
@@ -133,7 +138,7 @@ def _strides(x: Tensor, count: int) -> list[int]:
 
 @triton.jit
 def _order_of(
-    blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, columns,
+    blocks, stride_row, stride_column, key_mask, first_key, stride_key, tokens_q, tokens_k, lower, upper, row, columns,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """How much queries of one tile see of some tiles of keys: 2 where all, 1 in part, 0 nothing, or no keys there."""
@@ -146,13 +151,17 @@ def _order_of(
             there, at = (i < rows_there) & (j < columns_there), first + (i * stride_row + j * stride_column)
             state = tl.load(blocks + at, mask=there, other=SKIP)
             some, every = some | (state != SKIP), every & ((state == WHOLE) | (there == 0))
-    any_counts, all_count = columns < 0, columns >= 0
-    for j in tl.static_range(TILE_K // BLOCK):
-        keys = (columns * TILE_K + j * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-        at = keys.to(tl.int64) * stride_key
-        counts = (tl.load(key_mask + at, mask=keys < tokens_k, other=0) != 0).to(tl.int32)
-        any_counts, all_count = any_counts | (tl.max(counts, 1) > 0), all_count & (tl.min(counts, 1) > 0)
-    some, every = some & any_counts, every & all_count & ((row + 1) * TILE_Q <= tokens_q)
+    if key_mask is None:
+        every = every & ((columns + 1) * TILE_K <= tokens_k)
+    else:
+        any_counts, all_count = columns < 0, columns >= 0
+        for j in tl.static_range(TILE_K // BLOCK):
+            keys = (columns * TILE_K + j * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+            at = keys.to(tl.int64) * stride_key
+            counts = (tl.load(key_mask + first_key + at, mask=keys < tokens_k, other=0) != 0).to(tl.int32)
+            any_counts, all_count = any_counts | (tl.max(counts, 1) > 0), all_count & (tl.min(counts, 1) > 0)
+        some, every = some & any_counts, every & all_count
+    every = every & ((row + 1) * TILE_Q <= tokens_q)
     nearest = columns * TILE_K - (row * TILE_Q + TILE_Q - 1)
     farthest = columns * TILE_K + TILE_K - 1 - row * TILE_Q
     if lower is not None:
@@ -189,10 +198,9 @@ def _lists_kernel(
         of_lists, count = columns, rows
     else:
         of_lists, count = rows, columns
-    own, of_head = number % of_lists, (number // of_lists).to(tl.int64)
-    batch, head = of_head // heads, of_head % heads
+    own, of_head = number % of_lists, number // of_lists
+    batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
     blocks += batch * stride_batch + head * stride_head
-    key_mask += batch * stride_keys
     apart = -1
     if last_keys is not None:
         apart = tl.load(last_keys + batch) // TILE_K
@@ -202,8 +210,8 @@ def _lists_kernel(
         others = first + tl.arange(0, CHUNK)
         row, column = _row_and_column(own, others, BY_KEY)
         order = _order_of(
-            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, column,
-            TILE_Q, TILE_K,
+            blocks, stride_row, stride_column, key_mask, batch * stride_keys, stride_key, tokens_q, tokens_k, lower,
+            upper, row, column, TILE_Q, TILE_K,
         )  # fmt: skip
         is_whole = (order == 2) & (column != apart)
         whole += tl.sum(is_whole.to(tl.int32), 0)
@@ -215,8 +223,8 @@ def _lists_kernel(
         others = first + tl.arange(0, CHUNK)
         row, column = _row_and_column(own, others, BY_KEY)
         order = _order_of(
-            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, column,
-            TILE_Q, TILE_K,
+            blocks, stride_row, stride_column, key_mask, batch * stride_keys, stride_key, tokens_q, tokens_k, lower,
+            upper, row, column, TILE_Q, TILE_K,
         )  # fmt: skip
         # 1 for what comes first in the list, 2 for what comes next
         turn = tl.where(order == 0, 0, tl.where((order == 2) & (column != apart), 1, 2))
@@ -248,13 +256,12 @@ def _query_lists_kernel(
     rows, count = tl.cdiv(tokens_q, TILE_Q), tl.cdiv(tokens_k, TILE_K)
     row, head, batch = number % rows, (number // rows % heads).to(tl.int64), (number // rows // heads).to(tl.int64)
     blocks += batch * stride_batch + head * stride_head
-    key_mask += batch * stride_keys
     at = lists + number.to(tl.int64) * (2 + count)
     in_part, whole = 0, 0
     for first in range(0, count, CHUNK):
         order = _order_of(
-            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row,
-            first + tl.arange(0, CHUNK), TILE_Q, TILE_K,
+            blocks, stride_row, stride_column, key_mask, batch * stride_keys, stride_key, tokens_q, tokens_k, lower,
+            upper, row, first + tl.arange(0, CHUNK), TILE_Q, TILE_K,
         )  # fmt: skip
         in_part += tl.sum((order == 1).to(tl.int32), 0)
         whole += tl.sum((order == 2).to(tl.int32), 0)
@@ -266,8 +273,8 @@ def _query_lists_kernel(
     for first in range(0, count, CHUNK):
         columns = first + tl.arange(0, CHUNK)
         order = _order_of(
-            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, columns,
-            TILE_Q, TILE_K,
+            blocks, stride_row, stride_column, key_mask, batch * stride_keys, stride_key, tokens_q, tokens_k, lower,
+            upper, row, columns, TILE_Q, TILE_K,
         )  # fmt: skip
         position, part_before, whole_before = _place_of(order, columns, in_part, whole, part_before, whole_before)
         tl.store(at + 2 + position, columns, mask=columns < count)
@@ -282,16 +289,16 @@ def _codes_kernel(
     tiles of keys behind it the queries see."""
     number = tl.program_id(0)
     rows, count = tl.cdiv(tokens_q, TILE_Q), tl.cdiv(tokens_k, TILE_K)
-    row, of_head = number % rows, (number // rows).to(tl.int64)
-    blocks += of_head // heads * stride_batch + of_head % heads * stride_head
-    key_mask += of_head // heads * stride_keys
-    codes += of_head * count * rows + row
+    row, of_head = number % rows, number // rows
+    batch, head = (of_head // heads).to(tl.int64), (of_head % heads).to(tl.int64)
+    blocks += batch * stride_batch + head * stride_head
+    codes += of_head.to(tl.int64) * count * rows + row
     behind = 0
     for step in range(0, count, CHUNK):
         columns = (tl.cdiv(count, CHUNK) - 1) * CHUNK - step + tl.arange(0, CHUNK)
         order = _order_of(
-            blocks, stride_row, stride_column, key_mask, stride_key, tokens_q, tokens_k, lower, upper, row, columns,
-            TILE_Q, TILE_K,
+            blocks, stride_row, stride_column, key_mask, batch * stride_keys, stride_key, tokens_q, tokens_k, lower,
+            upper, row, columns, TILE_Q, TILE_K,
         )  # fmt: skip
         seen = (order > 0).to(tl.int32)
         rank = behind + tl.cumsum(seen, 0, reverse=True) - seen
@@ -345,32 +352,33 @@ def _key_lists_kernel(
 
 
 @triton.jit
-def _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns):
-    """Where lists of heads counted over the batch begin, how many blocks they have seen in part, and at all."""
-    head, column = (number // columns).to(tl.int64), number % columns
-    at = head // heads * stride_batch + head % heads * stride_head + column * stride_row
-    in_part = tl.load(lists + at, mask=number < count, other=0)
-    return at, in_part, in_part + tl.load(lists + at + 1, mask=number < count, other=0)
+def _counts_of(lists, stride_row, number, there):
+    """Where lists begin, how many blocks they have seen in part, and at all."""
+    at = number.to(tl.int64) * stride_row
+    in_part = tl.load(lists + at, mask=there, other=0)
+    return at, in_part, in_part + tl.load(lists + at + 1, mask=there, other=0)
 
 
 @triton.jit(do_not_specialize=[*OF_LISTS, "last_heads"])
 def _places_kernel(
-    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, last_heads,
-    MOST: tl.constexpr, LEAST: tl.constexpr, LISTS: tl.constexpr,
+    lists, stride_row, own, of_batch, columns, count, places, programs, last_heads, MOST: tl.constexpr,
+    LEAST: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: of each list its first program, how many these are, and its number; programs beyond the last."""
-    count, along = all_heads * columns, tl.arange(0, LISTS)
-    total = 0
-    for first in range(0, count, LISTS):
-        _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
-        total += tl.sum(length, 0)
+    """One program: of each list of each head its first program, how many these are, and its number; programs beyond
+    the last. own: lists of a batch element; of_batch: the same counted for each head, of which one list may be all's.
+    """
+    along, sharing = tl.arange(0, LISTS), of_batch // own
+    count_own, total = count // sharing, 0
+    for first in range(0, count_own, LISTS):
+        _, _, length = _counts_of(lists, stride_row, first + along, first + along < count_own)
+        total += tl.sum(length, 0) * sharing
     longest = tl.maximum(total // MOST + 1, LEAST)
     cut_in_all, splits_total = 0, 0
-    for first in range(0, count, LISTS):
-        _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, first + along, count, heads, columns)
+    for first in range(0, count_own, LISTS):
+        _, _, length = _counts_of(lists, stride_row, first + along, first + along < count_own)
         is_cut = (length > longest).to(tl.int32)
-        cut_in_all += tl.sum(is_cut, 0)
-        splits_total += tl.sum(is_cut * tl.cdiv(length, longest), 0)
+        cut_in_all += tl.sum(is_cut, 0) * sharing
+        splits_total += tl.sum(is_cut * tl.cdiv(length, longest), 0) * sharing
     cut_before, splits_before = 0, 0
     first_turn = count - last_heads * columns
     for first in range(0, count, LISTS):
@@ -379,18 +387,19 @@ def _places_kernel(
         # as `longest_first.in_turns`
         in_turns = first_turn + past % last_heads * columns + past // last_heads
         number = tl.where((past >= 0) & (turn < count), in_turns, turn)
-        _, _, length = _counts_of(lists, stride_batch, stride_head, stride_row, number, count, heads, columns)
+        of_list = number // of_batch * own + number % own
+        _, _, length = _counts_of(lists, stride_row, of_list, turn < count)
         is_cut = (length > longest).to(tl.int32)
-        of_list = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)
+        splits = tl.where(is_cut == 1, tl.cdiv(length, longest), 1)
         cut = cut_before + tl.cumsum(is_cut, 0) - is_cut
-        begun = splits_before + tl.cumsum(is_cut * of_list, 0) - is_cut * of_list
+        begun = splits_before + tl.cumsum(is_cut * splits, 0) - is_cut * splits
         uncut = turn - cut
         at = places + number * 3
         tl.store(at, tl.where(is_cut == 1, begun, splits_total + uncut), mask=turn < count)
-        tl.store(at + 1, of_list, mask=turn < count)
+        tl.store(at + 1, splits, mask=turn < count)
         tl.store(at + 2, tl.where(is_cut == 1, cut, cut_in_all + uncut), mask=turn < count)
         cut_before += tl.sum(is_cut, 0)
-        splits_before += tl.sum(is_cut * of_list, 0)
+        splits_before += tl.sum(is_cut * splits, 0)
     used = splits_total + count - cut_in_all
     field = tl.arange(0, FIELDS)[None, :]
     for first in range(used, count + MOST, LISTS // FIELDS):
@@ -400,15 +409,11 @@ def _places_kernel(
 
 
 @triton.jit(do_not_specialize=OF_LISTS)
-def _shares_kernel(
-    lists, stride_batch, stride_head, stride_row, all_heads, heads, columns, places, programs, CHUNK: tl.constexpr
-):
+def _shares_kernel(lists, stride_row, own, of_batch, columns, count, places, programs, CHUNK: tl.constexpr):
     number = tl.program_id(0)
     begun, splits = tl.load(places + number * 3), tl.load(places + number * 3 + 1)
     position = tl.load(places + number * 3 + 2)
-    at, in_part, length = _counts_of(
-        lists, stride_batch, stride_head, stride_row, number, all_heads * columns, heads, columns
-    )
+    at, in_part, length = _counts_of(lists, stride_row, number // of_batch * own + number % own, True)
     for first in range(0, splits, CHUNK):
         split = first + tl.arange(0, CHUNK)
         begin, end = split * length // splits, (split + 1) * length // splits

@@ -39,32 +39,25 @@ def listed(
     mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int], by_key: bool,
     first_keys: int,
 ) -> Listed:  # fmt: skip
-    """A mask for a kernel of these tiles; arguments as of `lists_of`."""
-    settings = tokens, tile, band, by_key, first_keys
-    batch = len(key_mask)
-    lists = mask.made(("lists", batch, *settings), lambda: lists_of(mask.blocks, mask.tiles, key_mask, *settings))
+    """A mask for a kernel of these tiles: lists of every tile[0] queries, or by_key of every tile[1] keys.
+
+    Args: key_mask (B, M) bool; tokens, of queries and keys; tile, queries and keys; first_keys, how many of the first
+    keys that count are left out, fewer than a tile has. The last one's tile is then in part; another's is already, as
+    it has keys that do not count.
+    """
+    settings = len(key_mask), tokens, tile, band, by_key
+
+    def make() -> Tensor:
+        last = last_of(key_mask, first_keys) if first_keys else None
+        return list_kernels.lists_of(mask.blocks, mask.tiles, mask.keys_beside(key_mask), last, *settings)
+
+    lists = mask.made(("lists", first_keys, *settings), make)
     even = all(n % size == 0 for n, size in zip(tokens, tile))
     first = None
     if first_keys:
-        of_first = "first", batch, tokens[0], first_keys
+        of_first = "first", len(key_mask), tokens[0], first_keys
         first = mask.made(of_first, lambda: _first_elements(mask, key_mask, tokens[0], first_keys))
     return Listed(mask.elements, lists, tile[by_key], mask.tiles is not None, even, first)
-
-
-def lists_of(
-    blocks: Tensor, tiles: Tensor | None, key_mask: Tensor, tokens: tuple[int, int], tile: tuple[int, int], band: Band,
-    by_key: bool = False, first_keys: int = 0,
-) -> Tensor:  # fmt: skip
-    """Lists of every tile[0] queries, or by_key of every tile[1] keys.
-
-    Args: blocks and tiles of `sagebwd.masks.mask.Mask`; key_mask (B, M) bool; tokens, of queries and keys; tile,
-    queries and keys; first_keys, how many of the first keys that count are left out, fewer than a tile has. The last
-    one's tile is then in part; another's is already, as it has keys that do not count.
-
-    Returns: (B or 1, H or 1, rows, 2 + blocks of the other axis, and their tiles) int32.
-    """
-    last = last_of(key_mask, first_keys) if first_keys else None
-    return list_kernels.lists_of(blocks, tiles, key_mask, last, tokens, tile, band, by_key)
 
 
 def first_of(key_mask: Tensor, count: int) -> Tensor:

@@ -102,26 +102,36 @@ def store_along(TEXT: tl.constexpr, AXIS: tl.constexpr, asked, along, stride_val
 
 
 @triton.jit
-def seen(TEXT: tl.constexpr, asked, along, stride_value, batch, head, q, k):
-    """Whether pairs are seen of q (queries,) and k (keys,), int64: what broadcasts to (queries, keys)."""
-    values = (batch, head, q[:, None], k[None, :])
+def seen(TEXT: tl.constexpr, asked, along, stride_value, batch, head, q, k, BY_KEY: tl.constexpr):
+    """Whether pairs are seen of q (queries,) and k (keys,), int64: what broadcasts to (queries, keys), or by key to
+    (keys, queries)."""
+    values = (batch, head, across(q, BY_KEY), across(k, not BY_KEY))
     for step in tl.static_range(_count(TEXT)):
         x = 0
         if _axes(TEXT, step + INDICES) == "qk" or _axes(TEXT, step + INDICES) == "":
             x = _value(TEXT, step, values, asked)
         elif _crossing(TEXT, step + INDICES) >= 0:
-            x = _met(TEXT, step, q, k, along + _crossing(TEXT, step + INDICES) * stride_value)
+            x = _met(TEXT, step, q, k, BY_KEY, along + _crossing(TEXT, step + INDICES) * stride_value)
         values = values + (x,)  # noqa: RUF005
     return values[_count(TEXT) + INDICES - 1]
 
 
 @triton.jit
-def _met(TEXT: tl.constexpr, STEP: tl.constexpr, q, k, along):
+def across(x, AS_ROW: tl.constexpr):
+    """Values in a row, or in a column."""
+    if AS_ROW:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def _met(TEXT: tl.constexpr, STEP: tl.constexpr, q, k, BY_KEY: tl.constexpr, along):
     """A value along one axis beside those of the other."""
     if _axes(TEXT, STEP + INDICES) == "q":
-        x = tl.load(along + q)[:, None]
+        x = across(tl.load(along + q), BY_KEY)
     else:
-        x = tl.load(along + k)[None, :]
+        x = across(tl.load(along + k), not BY_KEY)
     if _is_bool(_name(TEXT, STEP), _dtype(TEXT, STEP)):
         return x != 0
     else:

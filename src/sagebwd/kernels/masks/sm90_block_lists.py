@@ -40,13 +40,11 @@ class BlockLists(NamedTuple):
 
 
 def of_queries(mask: Mask, key_mask: Tensor, tokens: tuple[int, int], band: Band, tile: tuple[int, int]) -> BlockLists:
-    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.kernels.masks.lists.lists_of`."""
+    """For the forward in tiles of so many queries and keys; arguments as of `sagebwd.kernels.masks.lists.listed`."""
     from sagebwd.kernels.masks import list_kernels
 
-    settings = tokens, band, tile
-    lists = mask.made(
-        ("queries", len(key_mask), *settings), lambda: list_kernels.of_queries(mask.blocks, key_mask, *settings)
-    )
+    settings, keys = (len(key_mask), tokens, band, tile), mask.keys_beside(key_mask)
+    lists = mask.made(("queries", *settings), lambda: list_kernels.of_queries(mask.blocks, keys, *settings))
     return BlockLists(lists, *_bits(mask, tokens, False), _bias(mask, tokens[1]))
 
 
@@ -58,10 +56,10 @@ def of_keys(
     programs then come head by head, but those of the last heads in turns (`sagebwd.kernels.masks.work_splits`)."""
     from sagebwd.kernels.masks import list_kernels
 
-    words, tiles = _bits(mask, tokens, True)
-    settings = tokens, band, tile, group, heads, last_heads
+    (words, tiles), keys = _bits(mask, tokens, True), mask.keys_beside(key_mask)
+    settings = len(key_mask), tokens, band, tile, group, heads, last_heads
     lists, work_splits = mask.made(
-        ("keys", len(key_mask), *settings), lambda: list_kernels.of_keys(mask.blocks, tiles, key_mask, *settings)
+        ("keys", *settings), lambda: list_kernels.of_keys(mask.blocks, tiles, keys, *settings)
     )
     return BlockLists(lists, words, tiles, _bias(mask, tokens[1]), work_splits)
 
