@@ -265,6 +265,13 @@ def test_wide_heads_count_as_the_next_smaller_timed_ones(measured, monkeypatch):
     assert ran(512, 64) == "torch/torch", "no such pair was timed"
 
 
+def test_grouped_heads_are_none_for_the_memory_efficient_kernel(measured):
+    """Which torch runs by its plain functions there, at heads that no other backend takes."""
+    measured.append(times(SLOWER, dims=(512, 512), impl="triton/triton", full=None, efficient=(0, 0, 1, 2)))
+    ask = ASK._replace(head_dim=512, value_dim=512)
+    assert [runs(ask, Size(4096, 4096, 8, kv_heads)) for kv_heads in (8, 1)] == ["torch/torch", "triton/triton"]
+
+
 def test_a_width_that_the_kernels_lack_was_not_timed_on_them(measured, monkeypatch):
     """Regression: a card with timings at 64, whose backward is Triton's, refused calls at 128."""
     monkeypatch.setattr(dispatch, "arch_of", lambda device: 89)

@@ -14,7 +14,7 @@ import torch
 
 from sagebwd import dispatch, switches
 from sagebwd.auto import agreement, model, peers, timings
-from sagebwd.auto.contenders import CUDNN, EFFICIENT, FLASH, LOW, PEERS, TORCH
+from sagebwd.auto.contenders import CUDNN, FLASH, LOW, PEERS, TORCH
 from sagebwd.auto.model import Size, Times
 from sagebwd.call import Ask, padded_head_dim
 from sagebwd.dispatch import Choice
@@ -73,7 +73,7 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     of = ask.kind, ask.training
     fastest, least = None, None
     for name, cost in full:
-        if not (peers.fits(ask.kind, size) if name in PEERS else size.by_torch):
+        if not (peers.fits(ask.kind, size) if name in PEERS else size.is_for(name)):
             continue
         if is_wrong(name, ask, size):
             continue
@@ -90,15 +90,13 @@ def is_wrong(name: str, ask: Ask, size: Size) -> bool:
 
     cuDNN's dQ is NaN under a mask tensor where keys are 64 more than a multiple of 128 and a query's log-sum-exp is
     less than -88.7 (torch's issue 196678; torch 2.11, H100). That counts where the mask is of this package's making: a
-    window's, and a causal one's of more queries than keys. Where a backend refuses a call torch runs cuDNN:
-    FlashAttention-2 takes no mask, the memory-efficient no grouped heads. Where gradients have to repeat torch runs no
-    cuDNN.
+    window's, and a causal one's of more queries than keys. FlashAttention-2 takes no mask, and torch runs cuDNN there.
+    Where gradients have to repeat torch runs no cuDNN.
     """
     if not ask.training or torch.are_deterministic_algorithms_enabled():
         return False
     masked = ask.kind == WINDOW or (ask.kind == CAUSAL and size.queries > size.keys)
-    by_cudnn = name in (CUDNN, FLASH) or (name == EFFICIENT and size.heads > size.kv_heads)
-    return by_cudnn and masked and size.keys % 128 == 64
+    return name in (CUDNN, FLASH) and masked and size.keys % 128 == 64
 
 
 @assume_constant

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from sagebwd.auto.contenders import LOW, PEERS
+from sagebwd.auto.contenders import EFFICIENT, LOW, PEERS
 from sagebwd.masks.kinds import CAUSAL, PACKED, WINDOW
 from sagebwd.numerics import rounded_up
 
@@ -57,6 +57,10 @@ class Size(NamedTuple):
     width: int = 0
     by_torch: bool = True
     longest: int = 0
+
+    def is_for(self, contender: str) -> bool:
+        """Whether a contender takes such calls: torch's memory-efficient kernel takes no grouped heads."""
+        return contender in PEERS or (self.by_torch and (contender != EFFICIENT or self.heads == self.kv_heads))
 
     def work(self, contender: str, kind: str, training: bool) -> Work:
         """The work of a contender (`sagebwd.auto.contenders`) under a kind of mask, of forward or with backward.
@@ -166,7 +170,7 @@ class Times(NamedTuple):
     def ms(self, size: Size) -> tuple[float | None, dict[str, float]]:
         """Of low precision and of each contender in full precision."""
         of = self.kind, self.direction == TRAINING
-        asked = [name for name in self.full if size.by_torch or name in PEERS]
+        asked = filter(size.is_for, self.full)
         full = {name: self.full[name].ms(size.work(name, *of)) for name in asked}
         return None if self.low is None else self.low.ms(size.work(LOW, *of)), full
 
