@@ -7,7 +7,7 @@ from lab.studies import summary, traces
 from lab.studies.study_tables import table
 from lab.training import packed
 from tools.tables.accuracy import gaussian, smollm2, trace
-from tools.tables.pretraining import REPEATED, UNROTATED, find, gap, gaps_in, rows_of
+from tools.tables.pretraining import REGISTERED, REPEATED, UNROTATED, find, gap, gaps_in, rows_of
 from tools.tables.results import STUDIES, load
 
 
@@ -65,7 +65,8 @@ def claims() -> str:
          f"35M at 16K: `paper` {own_gap('paper', 'QK-norm, 16K')}, `mixed` {own_gap('mixed', 'QK-norm, 16K')}; 325M "
          f"at 262K, 280 steps, one seed: `mixed` {at_325m('280-steps', 'mixed')}", f"{grid}, {widths}"],
         ["260K, no QK-norm: INT8 matches", "not run",
-         f"one seed at 16K: `paper` {own_gap('paper', 'no QK-norm, 16K')}, unrotated `token` "
+         f"35M at 16K, ten seeds: `mixed` {own_gap('mixed', REGISTERED)}, undecided; one seed: `paper` "
+         f"{own_gap('paper', 'no QK-norm, 16K')}, unrotated `token` "
          f"{own_gap(UNROTATED, 'no QK-norm, 16K')}, full precision again "
          f"{own_gap(REPEATED, 'no QK-norm, 16K')}", grid],
         ["2.1M, QK-norm: a gap of 0.054 (2.640 for 2.586)", "not run as stated",
