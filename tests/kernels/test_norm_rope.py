@@ -152,7 +152,7 @@ def test_gradients_at_once_are_refused():
     given = arguments()
     rotated = norm_rope_ops.qk_norm_rope(*given)[0]
     with pytest.raises(NotImplementedError, match="several gradients at once"):
-        torch.autograd.grad(rotated, given[0], torch.ones(2, *rotated.shape), is_grads_batched=True)
+        torch.autograd.grad(rotated, given[0], rotated.new_ones(2, *rotated.shape), is_grads_batched=True)
 
 
 def attend(q, k, v, q_weight, k_weight, cos, sin, **settings):

@@ -5,8 +5,8 @@ from lab.studies.study_tables import table
 from tools.tables.cells import length, numbers
 from tools.tables.results import rows_of
 
-FILE, HEAD_DIM = "masks_h200_2026-11-29_8fde0586", None
-"""A file of `python -m benchmarks masks`, and the head_dim of it that is shown; None for all."""
+FILES = "masks_h200_2026-11-29_e01d0088", "masks_h200_2026-11-29_8fde0586"
+"""Files of `python -m benchmarks masks`; of a mask that several have the first counts."""
 DIRECTIONS = ("fwd", "fwd+bwd")
 
 
@@ -46,6 +46,15 @@ def speeds_table(rows: list[dict]) -> str:
     return table(["mask", "call", "pairs seen", *over], cells)
 
 
+def newest() -> list[dict]:
+    """Rows of the committed files."""
+    rows: list[dict] = []
+    for name in FILES:
+        known = {row["mask"] for row in rows}
+        rows += [row for row in rows_of(name) if row["mask"] not in known]
+    return rows
+
+
 def masks() -> str:
-    """Of the committed file."""
-    return speeds_table([row for row in rows_of(FILE) if HEAD_DIM in (None, row["head_dim"])])
+    """`speeds_table` of them."""
+    return speeds_table(newest())

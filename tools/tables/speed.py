@@ -3,7 +3,7 @@
 from benchmarks.shapes import value_dim_of
 from lab.studies.study_tables import table
 from tools.tables.cells import between, length, mask_and_length, numbers, width
-from tools.tables.results import TENSORS, rows_of
+from tools.tables.results import PEERS, TENSORS, rows_of
 
 Call = tuple[int, int, bool, int]
 """head_dim, V's head_dim, causal, tokens."""
@@ -23,6 +23,9 @@ UNROTATED = "attention_h200_2026-11-23_0c6affd"  # `mixed` before it rotated Q a
 UNROTATED_AT_2K = "attention_h200_2026-11-23_0c6affd_2k-grouped-video"
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
 LENGTHS = (4096, 8192, 16384)
+OVER_256 = {
+    "triton": "`token`", "flex": "FlexAttention", "efficient": "torch's memory-efficient", "math": "plain torch"
+}  # fmt: skip
 
 
 def speeds(*files: str) -> dict[Call, dict[str, float]]:
@@ -91,6 +94,37 @@ def bursts() -> str:
     return table(["head_dim", *(mask_and_length(*call) for call in calls)], rows)
 
 
+def behind_a_pause() -> str:
+    """Speeds over the fastest others, of a call behind a pause, on a GPU that has idled."""
+    found: dict[tuple[int, bool, int], dict[str, tuple[float, str]]] = {}
+    for row in rows_of("attention-bursts_h200_2026-11-29_e01d0088"):
+        if row["recipe"] == "mixed":
+            call = row["head_dim"], row["causal"], row["tokens"]
+            found.setdefault(call, {})[row["direction"]] = row["speedup"], PEERS[row["peer"]]
+    rows = [
+        [str(head_dim), mask_and_length(causal, tokens), numbers((own[way][0] for way in DIRECTIONS), 2),
+         own["fwd+bwd"][1]]
+        for (head_dim, causal, tokens), own in found.items()
+    ]  # fmt: skip
+    return table(["head_dim", "call", "forward / backward / both", "the best other, of both"], rows)
+
+
+def over_256() -> str:
+    """Milliseconds and peak memory of heads of 512, `token` beside torch's kernels and FlexAttention."""
+    calls: dict[tuple[int, int | None, int], dict[str, dict]] = {}
+    for row in rows_of("attention-wide_h200_2026-11-29_e01d0088"):
+        if row["direction"] == "fwd+bwd":
+            calls.setdefault((row["tokens"], row["window"], row["kv_heads"]), {})[row["impl"]] = row
+    rows = []
+    for (tokens, window, kv_heads), own in calls.items():
+        what = f"{length(tokens)}{', window' * bool(window)}{f', on {kv_heads} heads' * (kv_heads != 8)}"
+        ms = [f"{own[name]['ms']:.1f}" for name in OVER_256]
+        peak = numbers((own[name]["peak_bytes"] / 2**20 for name in ("triton", "flex")), 0)
+        rows.append([what, *ms, f"{own['flex']['ms'] / own['triton']['ms']:.2f}", peak])
+    head = ["call", *OVER_256.values(), "`token` over FlexAttention", "peak MiB of both"]
+    return table(head, rows)
+
+
 def lengths() -> str:
     """Speeds of forward + backward without the rotation, from 2K to 32K tokens."""
     found = training_speeds(UNROTATED_AT_2K, UNROTATED)
@@ -136,7 +170,7 @@ def masks() -> str:
     return table(["mask", "pairs shown", *peers], rows)
 
 
-PACKED = ("packed_h200_2026-11-29_8fde0586", 128), ("packed_h200_2026-11-25_cbd8f97", 64)
+PACKED = ("packed_h200_2026-11-29_e01d0088", 128), ("packed_h200_2026-11-25_cbd8f97", 64)
 """Files of `python -m benchmarks attention --packed`, and the head_dim that is read of each."""
 
 

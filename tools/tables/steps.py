@@ -18,7 +18,9 @@ STEPS = (
     ("325M model, checkpointing", "training_h200_2026-11-23_00b09c6_checkpoint"),
     ("a block of a video model", "training_h200_2026-11-23_00b09c6_video"),
 )
-OF_MODELS = "step_h200_2026-11-29_7fc77049", "step_h200_2026-11-29_94980822"
+OF_MODELS = (
+    "step_h200_2026-11-29_7fc77049", "step_h200_2026-11-29_94980822", "step_h200_2026-11-29_e01d0088"
+)  # fmt: skip
 """Files of `python -m benchmarks step`."""
 ATTENTIONS_OF_MODELS = (
     "sdpa", "sdpa-unmasked", "flash_attention_4", "flex_attention", "sagebwd", "sagebwd+fuse"

@@ -19,7 +19,7 @@ from sagebwd.auto.model import Size, Times
 from sagebwd.call import Ask, padded_head_dim
 from sagebwd.dispatch import Choice
 from sagebwd.kernels import families
-from sagebwd.kernels.capabilities import BACKWARD, FORWARD, REFERENCE_DTYPES, Row, as_it_is
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD, REFERENCE_DTYPES, WIDE, Row, as_it_is
 from sagebwd.masks.kinds import CAUSAL, WINDOW
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.tracing import assume_constant
@@ -196,8 +196,11 @@ def known_of(device: torch.device) -> tuple[Times, ...]:
 
 
 def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int] | None:
-    """The widths that a call costs as much as; None where these kernels do not run it."""
+    """The widths that a call costs as much as; None where these kernels do not run it, or not as fast: wide heads of
+    no multiple of 32 channels are read with masks, for which there are no registers."""
     if any(row.form(head_dim, value_dim) is None for row in (choice.forward, choice.backward)):
+        return None
+    if any(width > WIDE and width % 32 for width in (head_dim, value_dim)):
         return None
     form = choice.forms(head_dim, value_dim)[0]
     return tuple(map(padded_head_dim, form)) if choice.forward.powers_of_two else form
