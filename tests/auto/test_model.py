@@ -15,6 +15,7 @@ import sagebwd
 from sagebwd import arguments, dispatch, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import model, timings
+from sagebwd.auto.contenders import EFFICIENT, TORCH
 from sagebwd.auto.model import DIRECTIONS, FORWARD, MARGIN, TRAINING, Cost, Size
 from sagebwd.explain import explained
 from sagebwd.kernels.capabilities import KERNEL_DTYPES
@@ -271,6 +272,15 @@ def test_grouped_heads_are_none_for_the_memory_efficient_kernel(measured):
     measured.append(times(SLOWER, dims=(512, 512), impl="triton/triton", full=None, efficient=(0, 0, 1, 2)))
     ask = ASK._replace(head_dim=512, value_dim=512)
     assert [runs(ask, Size(4096, 4096, 8, kv_heads)) for kv_heads in (8, 1)] == ["torch/torch", "triton/triton"]
+
+
+def test_grouped_wide_heads_go_by_what_torch_picks_where_gradients_have_to_repeat(measured, monkeypatch):
+    """Regression: the memory-efficient kernel, torch's first for other heads, was all that they had there."""
+    full = {EFFICIENT: Cost.of(0, 0, 0.5, 1), TORCH: Cost.of(0, 0, 1, 2)}
+    measured.append(times(SLOWER, dims=(512, 512), impl="triton/triton")._replace(full=full))
+    ask = ASK._replace(head_dim=512, value_dim=512)
+    found = [auto_choice.choose(ask, Size(4096, 4096, 8, 1), planned=planned).name for planned in (True, False)]
+    assert found == ["torch/torch"] * 2
 
 
 def test_a_width_that_the_kernels_lack_was_not_timed_on_them(measured, monkeypatch):

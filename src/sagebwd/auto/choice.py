@@ -75,11 +75,11 @@ def contender_of(ask: Ask, size: Size | None, card: str | None = None, planned: 
     for name, cost in full:
         if not (peers.fits(ask.kind, size) if name in PEERS else size.is_for(name)):
             continue
-        if is_wrong(name, ask, size):
-            continue
         taken = model.taken(cost, size.work(name, *of))
-        if least is None or not model.is_less(least, taken):
+        if not is_wrong(name, ask, size) and (least is None or not model.is_less(least, taken)):
             fastest, least = name, taken
+        if not planned:
+            break  # what torch picks comes first
     if least is None or (low is not None and model.is_less(model.taken(low, size.work(LOW, *of)), least)):
         return None
     return fastest if planned else TORCH
@@ -119,9 +119,7 @@ def _costs(
     if times is None:
         return True
     names = [name for name in times.full if name not in PEERS]
-    if not planned:
-        names = names[:1]  # what torch picks
-    elif card is None:
+    if planned and card is None:
         names += [name for name in times.full if name in PEERS and why_not(name, ask, times) is None]
     if not names:
         return False
