@@ -53,7 +53,7 @@ def train(
     left = {name: variant for name, variant in runs.items() if end_of(variant, output / name) is None}
 
     def not_ended() -> list[str]:
-        return [name for name, variant in left.items() if end_of(variant, output / name) is None]
+        return _not_ended(left, output)
 
     gather(config, output, results, not_ended())
     parallel_runs.train(left, output, jobs, seconds, lambda name: gather(config, output, results, not_ended()))
@@ -62,8 +62,9 @@ def train(
 
 def gather(config: Config, output: Path, results: Path | None, left: list[str]) -> None:
     """Write comparison.json of all that has ended under ``output``, of whatever seed, where anything has; and of what
-    is left, by which `python -m lab gaps` knows that it would be looked at too early."""
+    is left, of earlier commands too, by which `python -m lab gaps` knows that it would be looked at too early."""
     rows, environment = [], {}
+    left = list(dict.fromkeys([*_not_ended(_left_before(config, output), output), *left]))
     for seed in sorted(int(path.name.removeprefix("seed-")) for path in output.glob("seed-*")):
         runs, outcomes = compare.ended(config.replace({"seed": seed}), output / f"seed-{seed}")
         rows += [{"seed": seed, **row} for row in compare.as_rows(runs, outcomes)]
@@ -74,3 +75,17 @@ def gather(config: Config, output: Path, results: Path | None, left: list[str]) 
     write_whole(output / COMPARISON, json.dumps(found, indent=1) + "\n")
     if results is not None:
         packed.pack(output, results)
+
+
+def _not_ended(runs: dict[str, Config], output: Path) -> list[str]:
+    return [name for name, variant in runs.items() if end_of(variant, output / name) is None]
+
+
+def _left_before(config: Config, output: Path) -> dict[str, Config]:
+    """What the comparison that is there says is left, of variants that there still are."""
+    path, found = output / COMPARISON, {}
+    for name in json.loads(path.read_text(encoding="utf-8")).get("left", ()) if path.is_file() else ():
+        folder, _, variant = name.partition("/")
+        variants = config.replace({"seed": int(folder.removeprefix("seed-"))}).each_variant()
+        found |= {name: variants[variant]} if variant in variants else {}
+    return found

@@ -59,11 +59,15 @@ def test_what_has_ended_when_time_is_up_counts_and_the_same_command_goes_on(conf
     assert len(row.gaps) == 1
     with pytest.raises(ValueError, match=r"1 runs have not ended: seed-4/mixed\. .* or say --unfinished"):
         command.gaps([tmp_path / "kept"])
+    trained.most = 100
+    assert seeds.train(config, [7], tmp_path / "out", PAIR, results=tmp_path / "kept") == []
+    with pytest.raises(ValueError, match="1 runs have not ended: seed-4/mixed"):
+        command.gaps([tmp_path / "kept"])  # though all of the last command have
     assert seeds.train(config, [3, 4, 5], tmp_path / "out", PAIR, results=tmp_path / "kept") == []
-    assert trained[3:] == ["seed-4/mixed", "seed-5/full precision", "seed-5/mixed"]
+    assert trained[5:] == ["seed-4/mixed", "seed-5/full precision", "seed-5/mixed"]
     seeds.train(config, [6], tmp_path / "out", PAIR, results=tmp_path / "kept")
     (row,) = gaps([tmp_path / "kept"])
-    assert len(row.gaps) == 4
+    assert len(row.gaps) == 5
     command.gaps([tmp_path / "kept"])
 
 
