@@ -44,6 +44,8 @@ with extra("transformers"):
 TESTED = "5.17", "5.23", "5.24"
 """Releases of Transformers that the tests have run with."""
 _ROTARY = "apply_rotary_pos_emb"
+_CACHES = "past_key_values", "cache"
+"""Arguments of a layer that are a KV cache, of whatever class: until 5.23 and since 5.24."""
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 FASTER = {
     "transformers.models.llama.modeling_llama.LlamaAttention": "step_h200_2026-11-29_7fc77049.json",
@@ -278,7 +280,7 @@ def _install(layer_class: type[nn.Module]) -> None:
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         fuse = fuse_of(getattr(self, "config", None))
         given = (*zip(names[1:], args), *kwargs.items())
-        keeps_rows = any(isinstance(x, Cache) or (name == "past_key_values" and x is not None) for name, x in given)
+        keeps_rows = any(isinstance(x, Cache) or (name in _CACHES and x is not None) for name, x in given)
         if fuse is None:
             tables = kwargs.get("position_embeddings", args[place] if len(args) > place else None)
             fuse = is_faster and type(self) is layer_class and not keeps_rows and _follows(self, tables)
