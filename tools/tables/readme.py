@@ -147,9 +147,9 @@ def limits() -> str:
         f"tokens, causal or without a mask, forward and backward, are {between(h200.values())} times as fast as the "
         "best BF16 kernel on an H200 that is kept busy, by head_dim and length. On an H100, where FlashAttention-3 "
         f"was not timed, they are {between(h100.values())} times as fast. In [short "
-        "bursts](docs/results/speed.md#short-bursts) on an idle GPU causal calls of 2K tokens lose. `auto` gives "
-        "calls without a gain to 16-bit attention. What SDPA cannot compute (`block_mask`, `sinks`, `return_lse`) "
-        "runs on sagebwd's kernels at every length."
+        "bursts](docs/results/speed.md#short-bursts) on an idle GPU causal calls of 2K tokens lose, and most of 8K "
+        "gain little. `auto` gives calls without a gain to 16-bit attention. What SDPA cannot compute "
+        "(`block_mask`, `sinks`, `return_lse`) runs on sagebwd's kernels at every length."
     )
 
 
