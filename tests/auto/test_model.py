@@ -264,7 +264,10 @@ def test_wide_heads_count_as_the_next_smaller_timed_ones(measured, monkeypatch):
     measured.append(times(SLOWER, dims=(384, 384), impl="triton/triton"))
     assert found()[320] == "triton/triton"
     assert found()[384] == found()[512] == "torch/torch"
-    assert ran(512, 64) == "torch/torch", "no such pair was timed"
+    measured.append(times(FASTER, dims=(320, 320), impl="triton/triton"))
+    auto_choice.times_of.cache_clear()
+    assert ran(320, 320) == "triton/triton"
+    assert ran(320, 352) == ran(512, 64) == "torch/torch", "no such pairs were timed"
 
 
 def test_grouped_heads_are_none_for_the_memory_efficient_kernel(measured):

@@ -195,10 +195,11 @@ def known_of(device: torch.device) -> tuple[Times, ...]:
 
 def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int] | None:
     """The widths that a call costs as much as; None where these kernels do not run it, or not as fast: wide heads of
-    no multiple of 32 channels are read with masks, for which there are no registers."""
+    no multiple of 32 channels are read with masks, for which there are no registers, and of two widths the greater
+    counts for both."""
     if any(row.form(head_dim, value_dim) is None for row in (choice.forward, choice.backward)):
         return None
-    if any(width > WIDE and width % 32 for width in (head_dim, value_dim)):
+    if max(head_dim, value_dim) > WIDE and (head_dim != value_dim or head_dim % 32):
         return None
     form = choice.forms(head_dim, value_dim)[0]
     return tuple(map(padded_head_dim, form)) if choice.forward.powers_of_two else form
