@@ -50,21 +50,18 @@ def train(
     for folder, variants in chosen.items():
         compare.check(variants, output / folder)
     runs = {f"{folder}/{name}": variant for folder, variants in chosen.items() for name, variant in variants.items()}
-    left = {name: variant for name, variant in runs.items() if end_of(variant, output / name) is None}
+    left = {name: runs[name] for name in _not_ended(runs, output)}
 
-    def not_ended() -> list[str]:
-        return _not_ended(left, output)
-
-    gather(config, output, results, not_ended())
-    parallel_runs.train(left, output, jobs, seconds, lambda name: gather(config, output, results, not_ended()))
-    return not_ended()
+    gather(config, output, results, left)
+    parallel_runs.train(left, output, jobs, seconds, lambda name: gather(config, output, results, left))
+    return _not_ended(left, output)
 
 
-def gather(config: Config, output: Path, results: Path | None, left: list[str]) -> None:
-    """Write comparison.json of all that has ended under ``output``, of whatever seed, where anything has; and of what
-    is left, of earlier commands too, by which `python -m lab gaps` knows that it would be looked at too early."""
+def gather(config: Config, output: Path, results: Path | None, runs: dict[str, Config]) -> None:
+    """Write comparison.json of all that has ended under ``output``, of whatever seed, where anything has; and which of
+    ``runs`` and of earlier commands' have not, by which `python -m lab gaps` knows a look that comes too early."""
     rows, environment = [], {}
-    left = list(dict.fromkeys([*_not_ended(_left_before(config, output), output), *left]))
+    left = _not_ended(_left_before(config, output) | runs, output)
     for seed in sorted(int(path.name.removeprefix("seed-")) for path in output.glob("seed-*")):
         runs, outcomes = compare.ended(config.replace({"seed": seed}), output / f"seed-{seed}")
         rows += [{"seed": seed, **row} for row in compare.as_rows(runs, outcomes)]

@@ -65,7 +65,7 @@ def gains() -> str:
         f"Wan 2.1 1.3B under a teacher-forcing mask of {wan['sagebwd', True]['tokens']} tokens, by 4 of 30 layers, "
         f"is {wan['sagebwd', True]['over_best']:.2f} and {wan['sagebwd', False]['over_best']:.2f} times as fast as "
         f"with FlexAttention. Gemma 3 4B, uncompiled, by 6 of 34 layers, {gemma[fused, False]['over_best']:.2f} "
-        "over FlashAttention-4, with norm and rotary embedding inside.",
+        "over FlashAttention-4, with norm and rotary embedding inside ([times](docs/steps.md#time-a-model)).",
         f"- **Over Transformers' compiled `sdpa`** that 1.1B's step is {over_sdpa:.2f} times as fast, mostly "
         "because compiled `sdpa` [reads a mask of tokens x "
         "tokens](docs/steps.md#what-sdpa-loses-in-a-compiled-model). Two lines mend that for plain causal batches, "

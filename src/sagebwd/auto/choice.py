@@ -167,8 +167,8 @@ def facts_of(device: torch.device) -> dict[str, str]:
 def times_of(ask: Ask, card: str | None = None) -> Times | None:
     """What such calls take on a card, None where nobody has timed them; without low precision's where others ran.
 
-    Of a pair of widths that was not timed counts the next smaller one that the same kernels are as fast at: torch is
-    faster there than at the call's own.
+    Of a pair of widths that was not timed counts the next smaller one of the same form of the kernels: torch is faster
+    there than at the call's own.
     """
     known = known_of(ask.device) if card is None else model.of_this_project()[card]
     if not known:
