@@ -230,7 +230,7 @@ class AttentionCase:
         """dq, dk and dv; q and k are kept as `sagebwd.ops` does."""
         q, k, v, do, dlse = inputs
         choice = self.choice(impl)
-        keep_q, keep_k = keeps_inputs(call.recipe, choice.backward)
+        keep_q, keep_k = keeps_inputs(call.recipe, choice.backward, self.dims)
         given = saved, do, dlse, q if keep_q else None, k if keep_k else None, v
         if choice.backward.in_torch:
             return dispatch.module_of(choice.backward.module).backward(call, *given)

@@ -235,7 +235,8 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward leaves: the output, and what backward reads beside v; None is what the recipe has no use for.
+    """What forward leaves: the output, and what backward reads beside v; None is what the recipe has no use for, and
+    of wide heads codes and their scales, which backward makes anew.
 
     lse: natural log-sum-exp of the scores of the smoothed keys. k_mean: (B, Hkv, D) FP32, the mean taken off. q_int8,
     k_int8: codes, where a backward product reads them, in the shape of q and k but as wide as the kernels are, with
@@ -293,7 +294,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def keeps_inputs(recipe: Recipe, backward: Row) -> tuple[bool, bool]:
-    """Whether a family's backward reads q and k: for a 16-bit product."""
-    always = backward.in_torch or recipe.s == SIXTEEN_BIT
+def keeps_inputs(recipe: Recipe, backward: Row, dims: tuple[int, int]) -> tuple[bool, bool]:
+    """Whether a family's backward reads q and k: for a 16-bit product, or for codes of wide heads."""
+    always = backward.in_torch or recipe.s == SIXTEEN_BIT or backward.is_wide(*dims)
     return always or recipe.dk == SIXTEEN_BIT, always or recipe.dq == SIXTEEN_BIT

@@ -246,9 +246,10 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(workspace)
         q, v = given["q"], given["v"]
-        choice = _chosen_in_a_trace(given["recipe"], given["impl"], (q.shape[-1], v.shape[-1]), q, given["mask"])
+        dims = q.shape[-1], v.shape[-1]
+        choice = _chosen_in_a_trace(given["recipe"], given["impl"], dims, q, given["mask"])
         if given.get("eps") is None:
-            for name, keep in zip("qk", keeps_inputs(choice.recipe, choice.backward)):
+            for name, keep in zip("qk", keeps_inputs(choice.recipe, choice.backward, dims)):
                 given[name] = given[name] if keep else None
         given |= {"o": o, "lse": lse, "workspace": workspace, "head_dim": q.shape[-1]}
         ctx.saved = [name for name in _BACKWARD if isinstance(given.get(name), Tensor)]

@@ -16,8 +16,8 @@ from sagebwd.recipe import Recipe
 FORWARD, BACKWARD = "forward", "backward"
 # The widest that any kernel takes, and what the public functions refuse over.
 MAX_HEAD_DIM = 512
-# Beyond it heads are wide: of all kernels the portable ones alone take them, and norm and rotary embedding before
-# attention are composed of torch's operations.
+# Beyond it heads are wide: of all kernels the portable ones alone take them, whose backward makes the codes of Q and K
+# anew, and norm and rotary embedding before attention are composed of torch's operations.
 WIDE = 256
 KERNEL_DTYPES = ("bfloat16", "float16")
 REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
@@ -54,6 +54,10 @@ class Row(NamedTuple):
     instead: Mapping[str, str] = MappingProxyType({})
     wide_fields: Mapping[str, tuple] = MappingProxyType({})
 
+    def is_wide(self, head_dim: int, value_dim: int) -> bool:
+        """Whether heads are wide here, by either width."""
+        return not self.in_torch and max(head_dim, value_dim) > WIDE
+
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
         if dtype not in self.dtypes:
@@ -61,7 +65,7 @@ class Row(NamedTuple):
         if self.form(head_dim, value_dim) is None:
             dims = head_dim if head_dim == value_dim else f"{head_dim}/{value_dim}"
             return f"head_dim {dims} is not one of {self.widths}"
-        is_wide = max(head_dim, value_dim) > WIDE
+        is_wide = self.is_wide(head_dim, value_dim)
         for name, accepted in {**self.fields, **(self.wide_fields if is_wide else {})}.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))

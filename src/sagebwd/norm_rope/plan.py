@@ -129,5 +129,5 @@ def takes_prologue(choice: dispatch.Choice, head_dim: int) -> bool:
         head_dim in choice.forward.prologue
         and head_dim in choice.backward.prologue
         and nvrtc.unavailable() is None
-        and keeps_inputs(choice.recipe, choice.backward) == (False, False)
+        and keeps_inputs(choice.recipe, choice.backward, (head_dim, head_dim)) == (False, False)
     )

@@ -72,9 +72,9 @@ class Plan:
         queries, keys = (x._replace(cu_seqlens=None) for x in (call.queries, call.keys))
         self.call = call._replace(queries=queries, keys=keys, key_mask=None, mask=None, lists=None, prologue=None)
         norm = call.prologue is not None and call.prologue.eps is not None
-        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward)
-        sequences = queries.batch if call.packed else None
         dims = call.head_dim, call.value_dim
+        self.keeps = (True, True) if norm else keeps_inputs(call.recipe, choice.backward, dims)
+        sequences = queries.batch if call.packed else None
         self.pieces, self.bytes = pieces_of(choice, dims, q, k, sequences, sinks, norm, call.max_logits)
         self.is_empty = q.numel() == 0 or k.numel() == 0
         by_kernels = not (choice.forward.in_torch or choice.backward.in_torch)

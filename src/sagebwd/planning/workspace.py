@@ -44,9 +44,10 @@ def pieces_of(
     (width, _), _ = choice.forms(*dims)
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     wanted: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
-    if kernels and INT8 in (recipe.s, recipe.dk):
+    keeps_codes = kernels and not choice.backward.is_wide(*dims)
+    if keeps_codes and INT8 in (recipe.s, recipe.dk):
         wanted += ("q_int8", torch.int8, (*rows_q, width), 1), ("q_scale", torch.float32, tokens_q, 1)
-    if kernels and INT8 in (recipe.s, recipe.dq):
+    if keeps_codes and INT8 in (recipe.s, recipe.dq):
         wanted += ("k_int8", torch.int8, (*rows_k, width), 1), ("k_scale", torch.float32, tokens_k, 1)
     if kernels and recipe.dv == FP8:
         wanted.append(("row_max", torch.float32, tokens_q, 1))

@@ -187,17 +187,22 @@ class GradOut(NamedTuple):
 
 
 def launch_preprocess_do(
-    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, values: CenteredValues | None = None
-) -> GradOut:
-    """Row values, dO's scale and codes, and Q's codes transposed where dK is INT8; values: where dP is INT8."""
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, values: CenteredValues | None = None, *,
+    transposed: bool = True,
+) -> GradOut:  # fmt: skip
+    """Row values, dO's scale and, if ``transposed``, codes, and Q's codes transposed where dK is INT8.
+
+    values: where dP is INT8.
+    """
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
-    q_int8 = saved.q_int8 if recipe.dk == INT8 else None
+    of_dv, of_dk = (transposed and x == INT8 for x in (recipe.dv, recipe.dk))
+    q_int8 = saved.q_int8 if of_dk else None
     made = GradOut(
         queries.padded(block, block * 4, dtype=torch.float32, device=do.device),
         queries.padded(block, dtype=torch.float32, device=do.device),
         *(
             queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device) if wanted else None
-            for wanted in (recipe.dv == INT8, recipe.dk == INT8)
+            for wanted in (of_dv, of_dk)
         ),
         None if values is None else torch.empty(do.shape, dtype=torch.int8, device=do.device),
     )

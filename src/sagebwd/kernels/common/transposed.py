@@ -93,13 +93,10 @@ def transpose_kernel(
     transpose(at, pitch_of(codes), transposed, z, block, blocks, length - first, head_dim, BLOCK, BLOCK_D)
 
 
-def launch_transpose(codes: Tensor, packing: Packing, block: int, within: Tensor | None = None) -> Tensor:
-    """The transposed copy of saved codes; in the memory of ``within``, a dense tensor, if that has room."""
+def launch_transpose(codes: Tensor, packing: Packing, block: int) -> Tensor:
+    """The transposed copy of codes."""
     head_dim = codes.shape[-1]
     transposed = packing.padded(block, block * head_dim, dtype=torch.int8, device=codes.device)
-    if within is not None and transposed.nbytes <= within.nbytes:
-        memory = within.as_strided((within.numel(),), (1,)).view(torch.int8)
-        transposed = memory[: transposed.numel()].view(transposed.shape)
     given = Strided.of(codes, packing), packing.cu_seqlens, transposed
     launch_pass(transpose_kernel, packing, head_dim, block, *given)
     return transposed

@@ -27,12 +27,24 @@ class Listed(NamedTuple):
     is_even: bool  # no tile reaches beyond the last token
     first: Tensor | None = None  # (B, H or 1, N, count), elements of the first keys that count, where they are apart
 
+    def of(self, batch: slice, heads: slice) -> Listed:
+        """The same of some sequences and query heads, for a backward."""
+
+        def cut(x: Tensor) -> Tensor:
+            return x[batch if x.shape[0] > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
+
+        return self._replace(elements=self.elements if self.is_tiled else cut(self.elements), lists=cut(self.lists))
+
 
 class Lists(NamedTuple):
     """A mask as a call's kernels read it: by blocks of queries in forward and dQ, of keys in dK and dV."""
 
     by_query: Listed
     by_key: Listed | None = None
+
+    def of(self, batch: slice, heads: slice) -> Lists:
+        """The same of some sequences and query heads, for a backward."""
+        return Lists(*(x.of(batch, heads) for x in self))
 
 
 def listed(

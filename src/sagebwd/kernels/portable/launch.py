@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
+from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.common.centered_values import launch_centered_values
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
@@ -17,7 +20,11 @@ from sagebwd.kernels.portable.dkdv import launch_dkdv
 from sagebwd.kernels.portable.dq import launch_dq
 from sagebwd.kernels.portable.first_keys import FirstKeys
 from sagebwd.kernels.portable.forward import Values, launch_forward
+from sagebwd.kernels.runtime.parts import parts_of
 from sagebwd.recipe import INT8
+
+# How much of O and the gradients a part's operands may take, one in so many bytes, and how many bytes they always may.
+SHARE_OF_OPERANDS, LEAST_OPERANDS = 5, 2**26
 
 
 def prepare(direction: str, call: Call) -> Call:
@@ -37,15 +44,11 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
     q_pass, k_pass, v_pass = Quantized(), Quantized(), Quantized()
-    turned = call.turned
     if q_int8:
-        q_pass = launch_quantize(q, queries, recipe.q_scale, recipe.block_q, codes=True, turned=turned)
+        q_pass = _codes_of_q(call, q)
     k_smoothed = not s_int8 and recipe.smooth_k
     if k_int8 or k_smoothed:
-        k_pass = launch_quantize(
-            k, keys, recipe.k_scale, recipe.block_k, k_shift, key_mask, codes=k_int8, smoothed=k_smoothed,
-            turned=k_int8 * turned,
-        )  # fmt: skip
+        k_pass = _codes_of_k(call, k, k_shift, codes=k_int8, smoothed=k_smoothed)
     v_smoothed = not o_int8 and key_mask is not None  # a masked key's V may be anything, NaN too
     if o_int8 or v_smoothed:
         v_pass = launch_quantize(
@@ -70,34 +73,115 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         FirstKeys.of(v, keys, number, listed, apart),
         o,
     )
+    if call.head_dim > WIDE:
+        return Saved(o, lse, None, None, None, None, row_max, k_mean)
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
     return Saved(o, lse, q_pass.codes, q_scale, k_pass.codes, k_scale, row_max, k_mean)
+
+
+def _codes_of_q(call: Call, q: Tensor) -> Quantized:
+    recipe = call.recipe
+    return launch_quantize(q, call.queries, recipe.q_scale, recipe.block_q, codes=True, turned=call.turned)
+
+
+def _codes_of_k(
+    call: Call, k: Tensor, shift: Tensor | None, *, codes: bool = True, smoothed: bool = False
+) -> Quantized:
+    """shift: K's mean where it is taken off."""
+    recipe = call.recipe
+    return launch_quantize(
+        k, call.keys, recipe.k_scale, recipe.block_k, shift, call.key_mask, codes=codes, smoothed=smoothed,
+        turned=codes * call.turned,
+    )  # fmt: skip
 
 
 def backward(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
+    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
+    if call.head_dim <= WIDE or call.recipe.s != INT8:
+        _write(call, _with_codes(call, saved, q, k), do, dlse, q, k, v, dq, dk, dv)
+        return dq, dk, dv
+    for writes_dq, writes_dkdv, most in _passes(call):
+        for part in parts_of(call, most):
+            of_part, *given = part.given(saved, do, dlse, q, k, v)
+            outputs = (
+                part.rows(x, heads) if wanted else None
+                for x, heads, wanted in (
+                    (dq, part.queries, writes_dq), (dk, part.keys, writes_dkdv), (dv, part.keys, writes_dkdv)
+                )
+            )  # fmt: skip
+            _write(part.call, _with_codes(part.call, of_part, *given[2:4]), *given, *outputs)
+    return dq, dk, dv
+
+
+def _passes(call: Call) -> list[tuple[bool, bool, int]]:
+    """Of INT8 scores of wide heads the passes over all heads, whether each writes dQ and whether dK and dV, and how
+    many key heads a part has at most.
+
+    Operands of a part are codes and transposed copies that it makes and nobody keeps. They may take a fifth of what O
+    and the gradients do, or `LEAST_OPERANDS` where that is more: of fewer bytes parts would have too few programs. dK
+    and dV have the most operands and are first, as these may lie in dQ's memory too; after dQ where that finds
+    maxima for them.
+    """
+    recipe, queries, keys = call.recipe, call.queries, call.keys
+    # bytes of a key head of INT8 codes, as they lie and transposed
+    of_q, of_k = (x.total * call.head_dim * heads for x, heads in ((queries, call.group), (keys, 1)))
+    q_t = queries.blocks(recipe.block_q) * recipe.block_q * call.head_dim * call.group
+    k_t = keys.blocks(recipe.block_k) * recipe.block_k * call.head_dim
+    codes = of_q + of_k
+    of_dkdv = q_t * ((recipe.dv == INT8) + (recipe.dk == INT8))
+    of_dq = k_t if recipe.dq == INT8 else 2 * of_k
+    heads = keys.heads_in_all
+    room = max(4 * codes * heads // SHARE_OF_OPERANDS, LEAST_OPERANDS)
+    if shares_maxima(call):
+        maxima = 4 * math.prod(maxima_shape(call)) // heads
+        return [(True, True, max(1, room // (codes + of_dkdv + of_dq + maxima)))]
+    in_dq = 2 * of_q * heads
+    return [
+        (False, True, max(1, (room + in_dq) // (codes + of_dkdv))),
+        (True, False, max(1, room // (codes + of_dq))),
+    ]
+
+
+def _with_codes(call: Call, saved: Saved, q: Tensor | None, k: Tensor | None) -> Saved:
+    """With the codes of wide heads, as forward made them."""
+    recipe = call.recipe
+    if call.head_dim > WIDE and INT8 in (recipe.s, recipe.dk):
+        made = _codes_of_q(call, q)
+        saved = saved._replace(q_int8=made.codes, q_scale=made.token_scale)
+    if call.head_dim > WIDE and INT8 in (recipe.s, recipe.dq):
+        made = _codes_of_k(call, k, saved.k_mean if recipe.smooth_k else None)
+        saved = saved._replace(k_int8=made.codes, k_scale=made.token_scale)
+    return saved
+
+
+def _write(
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+) -> None:  # fmt: skip
+    """Write dq, or dk and dv, or all."""
     recipe, keys, key_mask = call.recipe, call.keys, call.key_mask
     k_int8, s_int8, dq_int8 = saved.k_int8, recipe.s == INT8, recipe.dq == INT8
 
     k_rows = k
     # a masked key's K may be anything, NaN too
-    if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and dq_int8):
+    if k is not None and (recipe.smooth_k or key_mask is not None) and not (s_int8 and (dq_int8 or dq is None)):
         shift = saved.k_mean if recipe.smooth_k else None
         k_rows = launch_quantize(k, keys, "token", recipe.block_k, shift, key_mask, smoothed=True).smoothed
     q_operand, k_operand = (saved.q_int8, k_int8) if s_int8 else (q, k_rows)
-    dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
-    # dK is written last: its memory has K^T until then
-    k_t = launch_transpose(k_int8, keys, recipe.block_k, dk) if dq_int8 else None
+    k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 and dq is not None else None
     values = launch_centered_values(call, saved, v, rows=value_rows(call)) if recipe.dp == INT8 else None
-    row_values, do_scale, do_t, q_t, do_int8 = launch_preprocess_do(call, saved, do, dlse, values)
+    made = launch_preprocess_do(call, saved, do, dlse, values, transposed=dk is not None)
+    row_values, do_scale, do_t, q_t, do_int8 = made
     of_dp = (v, do) if values is None else (values.v_int8, do_int8)
     shared = q_operand, k_operand, *of_dp, saved.k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
-    launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
-    launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
-    return dq, dk, dv
+    if dq is not None:
+        launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
+    if dk is not None:
+        launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
 
 
 def _tile_maxima(call: Call, like: Tensor) -> Tensor | None:

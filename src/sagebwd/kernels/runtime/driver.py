@@ -15,6 +15,7 @@ from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels import sinks as kernels
 from sagebwd.kernels.max_logits import max_logits
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
+from sagebwd.kernels.runtime.parts import parts_of
 from sagebwd.kernels.runtime.program import begin_part, copy, zeros
 from sagebwd.recipe import FP8
 
@@ -86,25 +87,11 @@ def _by_parts(
     if step == call.keys.heads:
         return family.backward(call, saved, do, dlse, q, k, v)
     gradients = empty_gradients(call.columns[0], saved.o, v)
-    for first in range(0, call.keys.heads, step):
+    for part in parts_of(call, step):
         begin_part()
-        of_keys = slice(first, min(first + step, call.keys.heads))
-        of_queries = slice(of_keys.start * call.group, of_keys.stop * call.group)
-        part = call._replace(
-            queries=call.queries._replace(heads=of_queries.stop - of_queries.start),
-            keys=call.keys._replace(heads=of_keys.stop - of_keys.start),
-        )
-        rows = {"o": of_queries, "q_int8": of_queries, "k_int8": of_keys}
-        values = {"lse": of_queries, "q_scale": of_queries, "row_max": of_queries, "k_scale": of_keys}
-        own = saved._replace(
-            k_mean=contiguous(saved.k_mean[:, of_keys]),
-            **{name: _heads_of(getattr(saved, name), heads) for name, heads in rows.items()},
-            **{name: _first_of(getattr(saved, name), heads) for name, heads in values.items()},
-        )
-        given = own, _heads_of(do, of_queries), _first_of(dlse, of_queries)
-        inputs = _heads_of(q, of_queries), _heads_of(k, of_keys), _heads_of(v, of_keys)
-        for whole, x, heads in zip(gradients, family.backward(part, *given, *inputs), (of_queries, of_keys, of_keys)):
-            copy(whole[:, heads], x)
+        found = family.backward(part.call, *part.given(saved, do, dlse, q, k, v))
+        for whole, x, heads in zip(gradients, found, (part.queries, part.keys, part.keys)):
+            copy(part.rows(whole, heads), x)
     return gradients
 
 
@@ -119,16 +106,6 @@ def key_heads_a_part(call: Call) -> int:
         return heads
     padded = max(x.blocks(BLOCK) * BLOCK / max(x.total, 1) for x in (call.queries, call.keys))
     return -(-heads // min(max(-(-int(padded) // MOST_PADDED), 1), heads)) if heads else 0
-
-
-def _heads_of(x: Tensor | None, heads: slice) -> Tensor | None:
-    """Heads of a packed tensor's rows."""
-    return None if x is None else aligned_rows(x[:, heads])
-
-
-def _first_of(x: Tensor | None, heads: slice) -> Tensor | None:
-    """Heads of values of tokens."""
-    return None if x is None else x[heads]
 
 
 def _at_widths(family: ModuleType, form: tuple[int, int], call: Call) -> Call:

@@ -223,40 +223,61 @@ class _Room(NamedTuple):
     last: int
 
 
-def _scratch(builder: Builder, owned: Container[int]) -> tuple[int, dict[int, int], dict[int, tuple[int, int]]]:
-    """Bytes of the scratch, the offset of each storage that nobody owns, and offset and bytes to clear before a step.
+def _scratch(
+    builder: Builder, owned: Container[int], scratch: int, lent: dict[int, tuple[int, int]]
+) -> tuple[int, dict[int, tuple[int, int]], dict[int, tuple[int, int, int]]]:
+    """Bytes of the scratch, owner and offset of each storage that nobody owns, and these and bytes to clear before a
+    step.
 
     Two share bytes where the last step of one is before the first of the other. Zeros of a part lie side by side.
+
+    scratch: its number among the owners. lent: of outputs, by storage, owner and bytes, which are scratch until the
+    first step that takes the output.
     """
+    taken: dict[int, int] = {}  # the first step that takes what is owned
     blocks: dict[tuple, dict[int, int]] = {}  # bytes by storage, of what is placed as one
     lives: dict[tuple, tuple[int, int]] = {}
     for number, step in enumerate(builder.steps):
         for x in _tensors_of(step):
             storage = _storage(x)
             if storage in owned:
+                taken.setdefault(storage, number)
                 continue
             _, part = builder.zeroed.get(storage, (None, None))
             block = (storage,) if part is None else (ZEROS, part)
             first, _ = lives.get(block, (number if part is None else part, 0))
             blocks.setdefault(block, {})[storage] = rounded(x.untyped_storage().nbytes())
             lives[block] = first, number
-    rooms: list[_Room] = []
+    whole = len(builder.steps)
+    memories = [(owner, size, taken.get(storage, whole)) for storage, (owner, size) in lent.items()]
+    memories.append((scratch, float("inf"), whole))
+    rooms: dict[int, list[_Room]] = {owner: [] for owner, _, _ in memories}
     places, zeroed = {}, {}
     # the largest first, each in the first gap
     for block in sorted(blocks, key=lambda x: (-sum(blocks[x].values()), lives[x])):
-        size, (first, last), begin = sum(blocks[block].values()), lives[block], 0
-        for room in sorted(rooms):
-            if room.first <= last and first <= room.last:
-                if begin + size <= room.begin:
-                    break
-                begin = max(begin, room.end)
-        rooms.append(_Room(begin, begin + size, first, last))
+        size, (first, last) = sum(blocks[block].values()), lives[block]
+        for owner, bytes_there, until in memories:
+            begin = _gap(rooms[owner], size, first, last)
+            if last < until and begin + size <= bytes_there:
+                break
+        rooms[owner].append(_Room(begin, begin + size, first, last))
         if block[0] is ZEROS:
-            zeroed[first] = begin, size
+            zeroed[first] = owner, begin, size
         for storage, own in blocks[block].items():
-            places[storage] = begin
+            places[storage] = owner, begin
             begin += own
-    return max((room.end for room in rooms), default=0), places, zeroed
+    return max((room.end for room in rooms[scratch]), default=0), places, zeroed
+
+
+def _gap(rooms: list[_Room], size: int, first: int, last: int) -> int:
+    """Where the first so many bytes begin that no room has in these steps."""
+    begin = 0
+    for room in sorted(rooms):
+        if room.first <= last and first <= room.last:
+            if begin + size <= room.begin:
+                break
+            begin = max(begin, room.end)
+    return begin
 
 
 class Program:
@@ -270,6 +291,7 @@ class Program:
         self.outputs: list[tuple[int | None, tuple | None]] = []  # number and view of each; None: no tensor here
         self.owners = {_storage(x): (owner, 0) for owner, x in enumerate(inputs)}
         self.launches: list[Launcher] = []
+        lent: dict[int, tuple[int, int]] = {}
         workspace = len(inputs) + sum(x is not None and n not in rooms for n, x in enumerate(outputs))
         self.scratch, self.has_workspace = workspace + bool(rooms), bool(rooms)
         for number, x in enumerate(outputs):
@@ -293,12 +315,14 @@ class Program:
                 self.memory.append(_Memory(shape, stride, x.dtype))
             if storage in builder.zeroed:
                 self.launches.append(Clear(*self.owners[storage], size, device))
-        self.scratch_bytes, places, zeroed = _scratch(builder, self.owners)
-        self.owners |= {storage: (self.scratch, offset) for storage, offset in places.items()}
+            elif number not in rooms:
+                lent[storage] = self.owners[storage][0], size
+        self.scratch_bytes, places, zeroed = _scratch(builder, self.owners, self.scratch, lent)
+        self.owners |= places
         for number, step in enumerate(builder.steps):
             cleared = zeroed.get(number)
             if cleared is not None:
-                self.launches.append(Clear(self.scratch, *cleared, device))
+                self.launches.append(Clear(*cleared, device))
             self.launches.append(self._launcher(*step))
         self.owners = {}  # of tensors that are gone
 
