@@ -36,10 +36,12 @@ def prepare(direction: str, call: Call) -> Call:
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     """o, lse of the smoothed scores, and what backward reads."""
-    recipe, queries, keys, key_mask = call.recipe, call.queries, call.keys, call.key_mask
+    recipe, keys, key_mask = call.recipe, call.keys, call.key_mask
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     apart = recipe.first_keys if o_int8 else 0
-    q_int8, k_int8 = INT8 in (recipe.s, recipe.dk), INT8 in (recipe.s, recipe.dq)
+    # of wide heads backward makes codes anew, of q and k
+    kept = call.head_dim <= WIDE
+    q_int8, k_int8 = (s_int8 or (kept and x == INT8) for x in (recipe.dk, recipe.dq))
     k_mean, v_mean, v_scale, number = launch_statistics(recipe, k, v, keys, key_mask)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
 
@@ -73,7 +75,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         FirstKeys.of(v, keys, number, listed, apart),
         o,
     )
-    if call.head_dim > WIDE:
+    if not kept:
         return Saved(o, lse, None, None, None, None, row_max, k_mean)
     q_scale, k_scale = q_pass.token_scale if q_int8 else None, k_pass.token_scale if k_int8 else None
     return Saved(o, lse, q_pass.codes, q_scale, k_pass.codes, k_scale, row_max, k_mean)

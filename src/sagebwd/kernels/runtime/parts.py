@@ -1,4 +1,4 @@
-"""Parts of a call: sequences and key heads with the query heads that these serve, whose numbers depend on no others."""
+"""Parts of a call: sequences and key heads with their query heads, whose numbers depend on no others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,74 @@
+"""A backward by parts gives the bits of one of all heads at a time."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from sagebwd.cache import PLANS
+from sagebwd.call import Call
+from sagebwd.kernels.portable import launch
+from sagebwd.kernels.runtime import driver
+from sagebwd.kernels.runtime.parts import parts_of
+from tests.attention_case import AttentionCase
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu if DEVICE == "cuda" else []
+
+SMALL = AttentionCase(
+    "token(block_q=32, block_k=32, rotate=False)", tokens_q=5, tokens_k=18, head_dim=264, kv_heads=2
+)  # fmt: skip
+CALLS = {
+    "grouped": dataclasses.replace(SMALL, recipe="token", heads=4, by_token=True, with_dlse=True),
+    "keys-and-window": dataclasses.replace(SMALL, batch=2, kv_heads=1, masked=True, window=(9, 3), is_causal=True),
+    "elements": dataclasses.replace(SMALL, batch=2, mask="bias-all"),
+    "tiles": dataclasses.replace(SMALL, mask="sinks", tokens_q=18),
+    "packed": dataclasses.replace(SMALL, lengths_q=[5, 0], lengths_k=[9, 20], is_causal=True, with_dlse=True),
+    "tile-maxima": dataclasses.replace(SMALL, recipe="paper"),
+    "16bit-gradients": dataclasses.replace(SMALL, recipe="token(dv=16bit, dq=16bit, dk=16bit)"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_parts_of_a_backward_have_the_bits_of_the_whole(name, monkeypatch):
+    monkeypatch.setattr(driver, "key_heads_a_part", lambda call: call.keys.heads)  # of so few tokens another matter
+    call, made = dataclasses.replace(CALLS[name], device=DEVICE), []
+
+    inputs = call.inputs()
+    asked = call.call(*inputs[:2])
+    saved = call.forward("triton", asked, inputs)
+
+    def run(most: int | None) -> tuple[torch.Tensor, ...]:
+        def divided(whole: Call, allowed: int) -> list:
+            assert allowed >= whole.keys.heads_in_all, "so few bytes are never divided"
+            made.append([*parts_of(whole, most or allowed)])
+            return made[-1]
+
+        monkeypatch.setattr(launch, "parts_of", divided)
+        PLANS.clear()
+        return call.backward("triton", asked, saved, inputs)
+
+    whole = run(None)
+    assert {len(parts) for parts in made} == {1}
+    made.clear()
+    by_parts = run(1)
+    PLANS.clear()  # nobody else's have parts
+    assert min(len(parts) for parts in made) > 1
+    for field, x, y in zip(("dq", "dk", "dv"), by_parts, whole):
+        assert torch.equal(x, y), field
+
+
+@pytest.mark.parametrize(("batch", "heads", "most", "expected"), [
+    (1, 8, 4, [(1, 4), (1, 4)]),
+    (1, 8, 3, [(1, 3), (1, 3), (1, 2)]),
+    (2, 8, 6, [(1, 4)] * 4),
+    (2, 8, 12, [(1, 8)] * 2),
+    (5, 2, 6, [(3, 2), (2, 2)]),
+    (3, 1, 9, [(3, 1)]),
+])  # fmt: skip
+def test_parts_are_few_and_even(batch, heads, most, expected):
+    shape = AttentionCase(batch=batch, heads=2 * heads, kv_heads=heads, head_dim=8, tokens_q=1, tokens_k=1)
+    parts = [part.call for part in parts_of(shape.call(*shape.inputs()[:2]), most)]
+    assert [(part.keys.batch, part.keys.heads) for part in parts] == expected
+    assert all(part.queries.batch == part.keys.batch and part.group == 2 for part in parts)
