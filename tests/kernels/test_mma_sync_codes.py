@@ -14,7 +14,7 @@ from tests.kernels import emulated_cuda
 
 pytest.importorskip("triton")
 from sagebwd.kernels.common.means import launch_statistics
-from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
+from sagebwd.kernels.common.preprocess_do import launch_preprocess_do, row_values_of
 from sagebwd.kernels.common.quantize import launch_quantize
 from sagebwd.kernels.mma_sync import launch
 from sagebwd.kernels.mma_sync.variant import (
@@ -188,7 +188,7 @@ def test_values_and_codes_of_queries(name, on):
     call, saved, do, dlse = rows_of_queries(dataclasses.replace(ROWS[name], device=on))
     if not call.packed:
         do[:, :, 64:] = 0
-    values, scale, do_t, q_t, _ = launch_preprocess_do(call, saved, do, dlse)
+    values, scale, do_t, q_t, _ = launch_preprocess_do(call, saved, do, dlse, row_values_of(call, do.device))
     half = do.dtype == torch.float16
     kernel = kernel_of(row_values_variant(128, half=half, int8_dp=False, turned=0))
     made = launch.row_values(call, kernel, saved, do, dlse, None)

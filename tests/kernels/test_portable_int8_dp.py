@@ -13,7 +13,7 @@ from tests.attention_case import TENSORS, AttentionCase
 
 pytest.importorskip("triton")
 from sagebwd.kernels.common.centered_values import launch_centered_values
-from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
+from sagebwd.kernels.common.preprocess_do import launch_preprocess_do, row_values_of
 from sagebwd.kernels.portable import launch
 from sagebwd.kernels.runtime.driver import _at_widths, _filled
 from tests.kernels import test_masks, test_portable
@@ -88,7 +88,7 @@ def test_codes_scales_and_row_values(dims, rotate):
     wide = _at_widths(launch, (width, width), call)
     filled = saved._replace(o=_filled(o, width), q_int8=_filled(saved.q_int8, width))
     values = launch_centered_values(wide, filled, _filled(v, width))
-    found = launch_preprocess_do(wide, filled, _filled(do, width), dlse, values)
+    found = launch_preprocess_do(wide, filled, _filled(do, width), dlse, row_values_of(wide, do.device), values)
 
     emulator = Emulator(q, k, v, call.recipe, call.scale, Band.of(False, 15, 9), call.key_mask)
     wanted = emulator._dp_operands(do, o, lse)

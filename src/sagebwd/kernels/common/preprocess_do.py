@@ -186,23 +186,29 @@ class GradOut(NamedTuple):
     codes: Tensor | None  # codes of dO R, where dP is INT8
 
 
+def row_values_of(call: Call, device: torch.device) -> Tensor:
+    """Uninitialised row values, as lse lies but for blocks, and what these have, in place of tokens."""
+    block = call.recipe.block_q
+    room = call.queries.padded(block, block * 4, dtype=torch.float32, device=device)
+    return room if call.packed else room.unflatten(0, (call.queries.batch, call.queries.heads))
+
+
 def launch_preprocess_do(
-    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, values: CenteredValues | None = None, *,
-    transposed: bool = True,
+    call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, row_values: Tensor,
+    values: CenteredValues | None = None,
 ) -> GradOut:  # fmt: skip
-    """Row values, dO's scale and, if ``transposed``, codes, and Q's codes transposed where dK is INT8.
+    """Row values, into `row_values_of` the call, dO's scale and codes, and Q's codes transposed where dK is INT8.
 
     values: where dP is INT8.
     """
     recipe, queries, block = call.recipe, call.queries, call.recipe.block_q
-    of_dv, of_dk = (transposed and x == INT8 for x in (recipe.dv, recipe.dk))
-    q_int8 = saved.q_int8 if of_dk else None
+    q_int8 = saved.q_int8 if recipe.dk == INT8 else None
     made = GradOut(
-        queries.padded(block, block * 4, dtype=torch.float32, device=do.device),
+        row_values,
         queries.padded(block, dtype=torch.float32, device=do.device),
         *(
             queries.padded(block, block * call.head_dim, dtype=torch.int8, device=do.device) if wanted else None
-            for wanted in (of_dv, of_dk)
+            for wanted in (recipe.dv == INT8, recipe.dk == INT8)
         ),
         None if values is None else torch.empty(do.shape, dtype=torch.int8, device=do.device),
     )

@@ -11,7 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.capabilities import WIDE
 from sagebwd.kernels.common.centered_values import launch_centered_values
 from sagebwd.kernels.common.means import launch_statistics
-from sagebwd.kernels.common.preprocess_do import launch_preprocess_do
+from sagebwd.kernels.common.preprocess_do import launch_preprocess_do, row_values_of
 from sagebwd.kernels.common.quantize import Quantized, launch_quantize
 from sagebwd.kernels.common.transposed import launch_transpose
 from sagebwd.kernels.portable import lists
@@ -23,7 +23,7 @@ from sagebwd.kernels.portable.forward import Values, launch_forward
 from sagebwd.kernels.runtime.parts import parts_of
 from sagebwd.recipe import INT8
 
-# How much of O and the gradients a part's operands may take, one in so many bytes, and how many bytes they always may.
+# A part's operands may take one in so many of the bytes of O and the gradients, and always so many bytes.
 SHARE_OF_OPERANDS, LEAST_OPERANDS = 5, 2**26
 
 
@@ -102,8 +102,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
     dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
+    row_values = row_values_of(call, do.device)
     if call.head_dim <= WIDE or call.recipe.s != INT8:
-        _write(call, _with_codes(call, saved, q, k), do, dlse, q, k, v, dq, dk, dv)
+        _write(call, _with_codes(call, saved, q, k), do, dlse, q, k, v, row_values, dq, dk, dv)
         return dq, dk, dv
     for writes_dq, writes_dkdv, most in _passes(call):
         for part in parts_of(call, most):
@@ -114,37 +115,32 @@ def backward(
                     (dq, part.queries, writes_dq), (dk, part.keys, writes_dkdv), (dv, part.keys, writes_dkdv)
                 )
             )  # fmt: skip
-            _write(part.call, _with_codes(part.call, of_part, *given[2:4]), *given, *outputs)
+            made = _with_codes(part.call, of_part, *given[2:4])
+            _write(part.call, made, *given, part.values(row_values, part.queries), *outputs)
     return dq, dk, dv
 
 
 def _passes(call: Call) -> list[tuple[bool, bool, int]]:
-    """Of INT8 scores of wide heads the passes over all heads, whether each writes dQ and whether dK and dV, and how
-    many key heads a part has at most.
+    """Of INT8 scores of wide heads the passes over all heads: whether each writes dQ and whether dK and dV, and how
+    many key heads, counted over the batch, a part of it has at most.
 
-    Operands of a part are codes and transposed copies that it makes and nobody keeps. They may take a fifth of what O
-    and the gradients do, or `LEAST_OPERANDS` where that is more: of fewer bytes parts would have too few programs. dK
-    and dV have the most operands and are first, as these may lie in dQ's memory too; after dQ where that finds
-    maxima for them.
+    A part makes codes and transposed copies, which are gone when the next begins. They may take a fifth of what O and
+    the gradients do, or `LEAST_OPERANDS` where that is more: parts of less would have too few programs. dK and dV,
+    which have the most, are first, so that these lie in dQ's memory too, but where dQ finds maxima for them.
     """
-    recipe, queries, keys = call.recipe, call.queries, call.keys
-    # bytes of a key head of INT8 codes, as they lie and transposed
-    of_q, of_k = (x.total * call.head_dim * heads for x, heads in ((queries, call.group), (keys, 1)))
-    q_t = queries.blocks(recipe.block_q) * recipe.block_q * call.head_dim * call.group
-    k_t = keys.blocks(recipe.block_k) * recipe.block_k * call.head_dim
-    codes = of_q + of_k
-    of_dkdv = q_t * ((recipe.dv == INT8) + (recipe.dk == INT8))
-    of_dq = k_t if recipe.dq == INT8 else 2 * of_k
-    heads = keys.heads_in_all
-    room = max(4 * codes * heads // SHARE_OF_OPERANDS, LEAST_OPERANDS)
+    recipe, queries, keys, heads = call.recipe, call.queries, call.keys, call.keys.heads_in_all
+    # bytes of INT8 of a key head and its query heads, as they lie and transposed
+    of_q, of_k = call.group * queries.total * call.head_dim, keys.total * call.head_dim
+    of_q_t = call.group * queries.blocks(recipe.block_q) * recipe.block_q * call.head_dim
+    of_k_t = keys.blocks(recipe.block_k) * recipe.block_k * call.head_dim
+    room = max(4 * (of_q + of_k) * heads // SHARE_OF_OPERANDS, LEAST_OPERANDS)
+    codes, in_dq = of_q + of_k, 2 * of_q * heads
+    of_dkdv = codes + of_q_t * ((recipe.dv == INT8) + (recipe.dk == INT8))
+    of_dq = codes + (of_k_t if recipe.dq == INT8 else 2 * of_k)
     if shares_maxima(call):
-        maxima = 4 * math.prod(maxima_shape(call)) // heads
-        return [(True, True, max(1, room // (codes + of_dkdv + of_dq + maxima)))]
-    in_dq = 2 * of_q * heads
-    return [
-        (False, True, max(1, (room + in_dq) // (codes + of_dkdv))),
-        (True, False, max(1, room // (codes + of_dq))),
-    ]
+        of_all = of_dkdv + of_dq - codes + 4 * math.prod(maxima_shape(call)) // heads
+        return [(True, True, max(1, room // of_all))]
+    return [(False, True, max(1, (room + in_dq) // of_dkdv)), (True, False, max(1, room // of_dq))]
 
 
 def _with_codes(call: Call, saved: Saved, q: Tensor | None, k: Tensor | None) -> Saved:
@@ -161,9 +157,9 @@ def _with_codes(call: Call, saved: Saved, q: Tensor | None, k: Tensor | None) ->
 
 def _write(
     call: Call, saved: Saved, do: Tensor, dlse: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    row_values: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write dq, or dk and dv, or all."""
+    """Write row_values, dk and dv; or dq, by row_values that are written; or all four."""
     recipe, keys, key_mask = call.recipe, call.keys, call.key_mask
     k_int8, s_int8, dq_int8 = saved.k_int8, recipe.s == INT8, recipe.dq == INT8
 
@@ -175,15 +171,15 @@ def _write(
     q_operand, k_operand = (saved.q_int8, k_int8) if s_int8 else (q, k_rows)
     k_t = launch_transpose(k_int8, keys, recipe.block_k) if dq_int8 and dq is not None else None
     values = launch_centered_values(call, saved, v, rows=value_rows(call)) if recipe.dp == INT8 else None
-    made = launch_preprocess_do(call, saved, do, dlse, values, transposed=dk is not None)
-    row_values, do_scale, do_t, q_t, do_int8 = made
-    of_dp = (v, do) if values is None else (values.v_int8, do_int8)
+    made = None if dk is None else launch_preprocess_do(call, saved, do, dlse, row_values, values)
+    of_dp = (v, do) if values is None else (values.v_int8, made.codes)
     shared = q_operand, k_operand, *of_dp, saved.k_scale, None if values is None else values.v_scale
     tile_maxima = _tile_maxima(call, do)
     if dq is not None:
         launch_dq(call, *shared, k_t, k_rows, row_values, tile_maxima, dq)
     if dk is not None:
-        launch_dkdv(call, *shared, do_scale, q_t, do_t, q, do, row_values, tile_maxima, dk, dv)
+        of_do = made.scale, made.q_t, made.transposed
+        launch_dkdv(call, *shared, *of_do, q, do, row_values, tile_maxima, dk, dv)
 
 
 def _tile_maxima(call: Call, like: Tensor) -> Tensor | None:
