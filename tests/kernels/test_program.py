@@ -320,6 +320,27 @@ def test_scratch_of_one_step_is_another_s_later():
     torch.testing.assert_close(program.run(call, x)[0], 7 * x + 6)
 
 
+def test_scratch_lies_in_outputs_until_these_are_written():
+    """Where it has room there and is not read by what writes the output; never in one that begins with zeros."""
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        first, second = torch.empty(256), torch.empty(256)
+        cleared, last, small = program.zeros((256,), torch.float32, x.device), torch.empty(256), torch.empty(16)
+        program.launch(kernel, (1,), x, x, first, 256, BLOCK=16, scale=1.0, num_warps=4)
+        program.launch(kernel, (1,), first, x, second, 256, BLOCK=16, scale=1.0, num_warps=4)
+        program.launch(kernel, (1,), second, x, last, 256, BLOCK=16, scale=1.0, num_warps=4)
+        program.launch(kernel, (1,), x, x, small, 16, BLOCK=16, scale=1.0, num_warps=4)
+        return cleared, last, small
+
+    kernel, x = Kernel(), torch.randn(256)
+    assert program.Program.of(call, (x,)).scratch_bytes == x.nbytes, "the first lies in the last"
+    for _ in range(2):
+        cleared, last, small = program.run(call, x)
+        assert not cleared.any()
+        torch.testing.assert_close(last, 4 * x + 3)
+        torch.testing.assert_close(small, 2 * x[:16] + 1)
+
+
 def test_zeros_of_a_part_are_cleared_where_it_begins():
     """In memory that the part before has written."""
 
