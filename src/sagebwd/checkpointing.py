@@ -23,9 +23,10 @@ ATTENTION = {
 def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, under torch.compile too.
 
-    Kept of a call: o in the dtype of q, lse and, but for the implementation "reference", the INT8 codes of q and k
-    with their scales. v, and q and k where a recipe's backward reads them, are computed again with the rest. Of
-    torch's scaled_dot_product_attention the outputs are kept too, of all its kernels but the one in plain products.
+    Kept of a call: o in the dtype of q, lse and, but for the implementation "reference" and head_dims over 256, the
+    INT8 codes of q and k with their scales. v, and q and k where backward reads them, are computed again with the
+    rest. Of torch's scaled_dot_product_attention the outputs are kept too, of all its kernels but the one in plain
+    products.
 
     Returns: the contexts of forward and of what is computed again.
     """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from sagebwd import sage_attention
 from sagebwd.cache import PLANS
 from sagebwd.call import Call
 from sagebwd.kernels.portable import launch
@@ -72,3 +73,17 @@ def test_parts_are_few_and_even(batch, heads, most, expected):
     parts = [part.call for part in parts_of(shape.call(*shape.inputs()[:2]), most)]
     assert [(part.keys.batch, part.keys.heads) for part in parts] == expected
     assert all(part.queries.batch == part.keys.batch and part.group == 2 for part in parts)
+
+
+def test_codes_that_backward_makes_are_made_in_a_compiled_call_too():
+    """Of q and k, which the operators' autograd keeps by the same rule."""
+    q, k, v = (torch.randn(1, 1, 5, 264, dtype=torch.bfloat16, device=DEVICE, requires_grad=True) for _ in range(3))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sage_attention(q, k, v, recipe="token(rotate=False)", impl="triton")
+
+    found = []
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        o = run(q, k, v)
+        found.append((o, *torch.autograd.grad(o.float().square().sum(), (q, k, v))))
+    assert all(torch.equal(x, y) for x, y in zip(*found))
