@@ -25,9 +25,9 @@ NAMES = SDPA, UNMASKED, EAGER, FLASH_4, FLASH_3, FLEX, OURS, FUSED
 DIFFUSERS = "diffusers.models.transformers.transformer_"
 """Modules of its models: ``wan`` and ``flux``."""
 BACKENDS = {FLASH_4: "flash_4_hub", FLASH_3: "_flash_3", OURS: "sagebwd"}
-"""What Diffusers calls them. `SDPA` and `FLEX` are called in its place: its ``native`` gives wrong gradients or reads
-memory that is not there, since torch's cuDNN reads all dO by the strides of the first (torch 2.11), and those of
-Flux's blocks of two streams and of one differ; its ``flex`` is not compiled, and holds all scores."""
+"""What Diffusers calls them. `SDPA` and `FLEX` are called in its place. A step with its ``native`` ended in an illegal
+access to memory (torch 2.11, H200), whose cuDNN reads each dO by the strides of the first (`sagebwd.auto.operands`):
+in Flux those of blocks of one stream and of two differ. Its ``flex`` is not compiled, and holds all scores."""
 
 
 def is_ours(name: str) -> bool:
