@@ -40,22 +40,23 @@ def test_parts_of_a_backward_have_the_bits_of_the_whole(name, monkeypatch):
     asked = call.call(*inputs[:2])
     saved = call.forward("triton", asked, inputs)
 
-    def run(most: int | None) -> tuple[torch.Tensor, ...]:
-        def divided(whole: Call, allowed: int) -> list:
-            assert allowed >= whole.keys.heads_in_all, "so few bytes are never divided"
-            made.append([*parts_of(whole, most or allowed)])
+    def run(share: int, least: int) -> tuple[torch.Tensor, ...]:
+        def noted(whole: Call, most: int) -> list:
+            made.append([*parts_of(whole, most)])
             return made[-1]
 
-        monkeypatch.setattr(launch, "parts_of", divided)
+        monkeypatch.setattr(launch, "parts_of", noted)
+        monkeypatch.setattr(launch, "SHARE_OF_OPERANDS", share)
+        monkeypatch.setattr(launch, "LEAST_OPERANDS", least)
         PLANS.clear()
         return call.backward("triton", asked, saved, inputs)
 
-    whole = run(None)
-    assert {len(parts) for parts in made} == {1}
+    whole = run(launch.SHARE_OF_OPERANDS, launch.LEAST_OPERANDS)
+    assert [len(parts) for parts in made] == [1], "so few bytes are never divided"
     made.clear()
-    by_parts = run(1)
-    PLANS.clear()  # nobody else's have parts
-    assert min(len(parts) for parts in made) > 1
+    by_parts = run(1 << 60, 0)
+    heads = asked.keys.heads_in_all
+    assert [len(parts) for parts in made] == [heads] * (1 if call.recipe == "paper" else 2)
     for field, x, y in zip(("dq", "dk", "dv"), by_parts, whole):
         assert torch.equal(x, y), field
 

@@ -126,7 +126,8 @@ def _passes(call: Call) -> list[tuple[bool, bool, int]]:
 
     A part makes codes and transposed copies, which are gone when the next begins. They may take a fifth of what O and
     the gradients do, or `LEAST_OPERANDS` where that is more: parts of less would have too few programs. dK and dV,
-    which have the most, are first, so that these lie in dQ's memory too, but where dQ finds maxima for them.
+    which have the most, are first, so that these lie in dQ's memory too, but where dQ finds maxima for them. What has
+    room as a whole is one part of one pass.
     """
     recipe, queries, keys, heads = call.recipe, call.queries, call.keys, call.keys.heads_in_all
     # bytes of INT8 of a key head and its query heads, as they lie and transposed
@@ -137,8 +138,10 @@ def _passes(call: Call) -> list[tuple[bool, bool, int]]:
     codes, in_dq = of_q + of_k, 2 * of_q * heads
     of_dkdv = codes + of_q_t * ((recipe.dv == INT8) + (recipe.dk == INT8))
     of_dq = codes + (of_k_t if recipe.dq == INT8 else 2 * of_k)
+    of_all = of_dkdv + of_dq - codes
     if shares_maxima(call):
-        of_all = of_dkdv + of_dq - codes + 4 * math.prod(maxima_shape(call)) // heads
+        of_all += 4 * math.prod(maxima_shape(call)) // heads
+    if shares_maxima(call) or of_all * heads <= room:
         return [(True, True, max(1, room // of_all))]
     return [(False, True, max(1, (room + in_dq) // of_dkdv)), (True, False, max(1, room // of_dq))]
 
