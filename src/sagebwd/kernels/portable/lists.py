@@ -68,9 +68,19 @@ class Masked(NamedTuple):
     @classmethod
     def of(cls, listed: Listed | None) -> Masked | None:
         """None without a mask."""
-        if listed is None:
-            return None
-        *of_elements, of_key = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        return None if listed is None else cls._of(listed, strides(listed.elements))
+
+    @classmethod
+    def of_other_lengths(cls, listed: Listed) -> Masked:
+        """What a kernel's other form is compiled for: EVEN where the mask is not, or the other way round."""
+        of_elements = strides(listed.elements)
+        if listed.elements.is_contiguous():  # of whole tiles strides are multiples
+            of_elements = *(-(-x // TAKEN) * TAKEN for x in of_elements[:3]), of_elements[3]
+        return cls._of(listed._replace(is_even=not listed.is_even), of_elements)
+
+    @classmethod
+    def _of(cls, listed: Listed, of_elements: tuple[int, ...]) -> Masked:
+        *of_elements, of_key = (0,) * 4 if listed.is_tiled else of_elements
         unit = ONE if listed.is_even else ANY
         of_elements = of_elements if listed.is_even else counted_as_any(*of_elements)
         of_lists = counted_as_any(*strides(listed.lists)[:2], listed.lists.stride(2))
@@ -82,8 +92,19 @@ class Masked(NamedTuple):
 
 def masks_of(call: Call, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, Tensor | None, Masked | None]:
     """What kernels take of masks: of keys, where sequences begin, and elements with lists by query or by key."""
-    listed = None if call.lists is None else call.lists.by_key if by_key else call.lists.by_query
-    return call.key_mask, call.queries.cu_seqlens, call.keys.cu_seqlens, Masked.of(listed)
+    return call.key_mask, call.queries.cu_seqlens, call.keys.cu_seqlens, Masked.of(_listed_by(call, by_key))
+
+
+def by_length(call: Call, by_key: bool = False) -> tuple[tuple[int, int] | None, dict[str, Masked]]:
+    """What `launch_by_length` takes first; kernels without a mask have one form."""
+    listed = _listed_by(call, by_key)
+    if listed is None:
+        return None, {}
+    return (call.queries.tokens, call.keys.tokens), {"mask": Masked.of_other_lengths(listed)}
+
+
+def _listed_by(call: Call, by_key: bool) -> Listed | None:
+    return None if call.lists is None else call.lists.by_key if by_key else call.lists.by_query
 
 
 def strides(x: Tensor) -> tuple[int, ...]:
