@@ -66,25 +66,19 @@ class Masked(NamedTuple):
     unit: tl.constexpr  # of strides of elements but the last (`elements`)
 
     @classmethod
-    def of(cls, listed: Listed | None) -> Masked | None:
-        """None without a mask."""
-        return None if listed is None else cls._of(listed, strides(listed.elements))
-
-    @classmethod
-    def of_other_lengths(cls, listed: Listed) -> Masked:
-        """What a kernel's other form is compiled for: EVEN where the mask is not, or the other way round."""
-        of_elements = strides(listed.elements)
-        if listed.elements.is_contiguous():  # of whole tiles strides are multiples
-            of_elements = *(-(-x // TAKEN) * TAKEN for x in of_elements[:3]), of_elements[3]
-        return cls._of(listed._replace(is_even=not listed.is_even), of_elements)
-
-    @classmethod
-    def _of(cls, listed: Listed, of_elements: tuple[int, ...]) -> Masked:
-        *of_elements, of_key = (0,) * 4 if listed.is_tiled else of_elements
-        unit = ONE if listed.is_even else ANY
-        of_elements = of_elements if listed.is_even else counted_as_any(*of_elements)
+    def of(cls, listed: Listed | None, at_other_lengths: bool = False) -> Masked | None:
+        """None without a mask; at_other_lengths: EVEN where it is not and the other way round, to be compiled for."""
+        if listed is None:
+            return None
+        *of_elements, of_key = (0,) * 4 if listed.is_tiled else strides(listed.elements)
+        is_even = listed.is_even != at_other_lengths
+        if not is_even:
+            of_elements = counted_as_any(*of_elements)
+        elif at_other_lengths and listed.elements.is_contiguous():  # multiples, as strides of whole tiles are
+            of_elements = [-(-x // TAKEN) * TAKEN for x in of_elements]
         of_lists = counted_as_any(*strides(listed.lists)[:2], listed.lists.stride(2))
-        compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, listed.is_even, listed.rows
+        compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, is_even, listed.rows
+        unit = ONE if is_even else ANY
         return cls(
             listed.elements, listed.lists, *of_elements, of_key, *of_lists, *map(tl.constexpr, compiled_for), unit
         )
@@ -100,7 +94,7 @@ def by_length(call: Call, by_key: bool = False) -> tuple[tuple[int, int] | None,
     listed = _listed_by(call, by_key)
     if listed is None:
         return None, {}
-    return (call.queries.tokens, call.keys.tokens), {"mask": Masked.of_other_lengths(listed)}
+    return (call.queries.tokens, call.keys.tokens), {"mask": Masked.of(listed, at_other_lengths=True)}
 
 
 def _listed_by(call: Call, by_key: bool) -> Listed | None:
