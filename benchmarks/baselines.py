@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from benchmarks import wide_baselines
 from benchmarks.packed import Packed
 from benchmarks.shapes import Shape
+from benchmarks.timer import wait
 from sagebwd import block_masks
 from sagebwd.auto import torch_attention
 from sagebwd.dispatch import arch_of
@@ -78,14 +79,23 @@ def refusal(attention: Attention, shape: Shape, device: str, *, backward: bool =
         if backward:
             torch.autograd.grad(out, leaves, do)
     except Exception as error:  # a compiler of another project raises what it likes
-        return reason_of(error)
+        return reason_of(error, device)
     return None
 
 
-def reason_of(error: Exception) -> str:
-    """An error as a results file has it."""
+class BrokenDevice(RuntimeError):
+    """A GPU that does nothing more for this process, as after an access to memory that is not there."""
+
+
+def reason_of(error: Exception, device: str | torch.device) -> str:
+    """An error as a results file has it. Raises `BrokenDevice` where it left one: there nothing else would run."""
     lines = str(error).splitlines() or [""]
-    return f"{DOES_NOT_RUN}: {type(error).__name__}: {lines[0][:120]}"
+    reason = f"{type(error).__name__}: {lines[0][:120]}"
+    try:
+        wait(device)
+    except Exception:  # CUDA gives such an error again to whoever calls it
+        raise BrokenDevice(f"{device} does nothing more in this process: {reason}") from error
+    return f"{DOES_NOT_RUN}: {reason}"
 
 
 def may_claim_best(timed: set[str], device: str) -> bool:

@@ -2,12 +2,14 @@
 
 At its power limit a GPU's clock follows the energy that a call takes (dev/log/2026-11-23-power.md), so joules say what
 milliseconds of a short run do not. A call repeats until the clock has settled, then its power is read from the GPU's
-counter between two of its updates, and the energy of a call is this power times the milliseconds of one. Power at
-rest is read before and after a shape. Contenders take turns in rounds, whose spread stands beside the median.
+counter between two of its updates, and the energy of a call is this power times the milliseconds of one. A thread of
+its own reads, and how much longer a call takes meanwhile than just before is part of the result. Power at rest is read
+before and after a shape. Contenders take turns in rounds, whose spread stands beside the median.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -21,22 +23,26 @@ from torch import Tensor
 
 from benchmarks.attention import BASELINE, CALL, Key, call_of, checked
 from benchmarks.baselines import DOES_NOT_RUN, Attention
-from benchmarks.meter import Meter, Reading, at_rest, power_of
+from benchmarks.meter import Meter, at_rest, power_of, watched
 from benchmarks.shapes import Shape
 from benchmarks.timer import Fence, from_rest, wait
 
 BOTH = "fwd+bwd"
 DIRECTIONS = ("fwd", BOTH)
 """Forward by itself, and a forward with its backward, one after the other as in training."""
-CHUNK_MS = 3.0
-"""Calls of so long at least are issued between two readings of the meter, and two such chunks are in flight: a GPU
-whose driver takes longer for a reading is not to wait for it."""
+CHUNK_MS, IN_FLIGHT_MS = 10.0, 40.0
+"""Calls are issued in chunks of about so long, while so much is in flight: a GPU is not to wait for its host."""
+UNWATCHED = 0.2
+"""Of the window's seconds: how long a load runs before it without readings."""
+SLOWED = 0.05
+"""A call that takes so much longer under the meter is not the call that was meant."""
 SLOWEST = "fa2"
 """The baseline that is measured where it is named alone."""
 
 
 class Load(NamedTuple):
-    """A run that repeats: ms of one, and power, clock and temperature meanwhile; `meter.Power` has the last two."""
+    """A run that repeats: ms of one, and power, clock and temperature meanwhile; `meter.Power` has updates and
+    resolution. slower: how much longer a run takes while the meter is read than without, as a share."""
 
     ms: float
     watts: float
@@ -44,6 +50,7 @@ class Load(NamedTuple):
     celsius: float
     updates: int
     resolution: float
+    slower: float
 
     @property
     def joules(self) -> float:
@@ -62,6 +69,7 @@ class Repeated(NamedTuple):
     celsius: float
     updates: int
     resolution: float
+    slower: float
 
     @property
     def spread(self) -> float:
@@ -76,7 +84,7 @@ class Cost:
     joules: of one run, the median of ``all_joules``, those of the rounds, whose range over it is ``spread``.
     above_rest: joules without what the GPU takes in this time at rest, by the mean of ``rest_watts``, before and after
     all. source: `meter.COUNTER` or `meter.SAMPLED`. updates: of the counter in a round; resolution: the share of the
-    joules by which readings may be late.
+    joules by which readings may be late; slower: of `Load`, the median.
     """
 
     ms: float | None = None
@@ -91,6 +99,7 @@ class Cost:
     source: str | None = None
     updates: int | None = None
     resolution: float | None = None
+    slower: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,39 +190,42 @@ def by_turns(
 
 
 def steady(run: Callable[[], object], meter: Meter, device: str, lead: float, window: float) -> Load:
-    """A run that repeats for ``lead`` seconds unmeasured and ``window`` seconds measured."""
+    """A run that repeats for ``lead`` seconds unmeasured, some without readings and ``window`` seconds with them."""
     from_rest(run, device)
-    reading_ms = from_rest(lambda: (meter.joules(), meter.state()), device)[1]
-    chunk = max(1, round(max(CHUNK_MS, reading_ms) / max(from_rest(run, device)[1], 1e-3)))
-    fences, readings, states = deque(), [], []
-    first, calls, start = None, 0, time.perf_counter()
-    while time.perf_counter() - start < lead + window or len(readings) < 2:
-        for _ in range(chunk):
-            run()
-        fences.append(Fence(device))
-        if len(fences) > 2:
-            fences.popleft().wait()
-        if time.perf_counter() - start < lead:
-            continue
-        if first is None:
-            first = fences[-1]
-        else:
+    ms = max(from_rest(lambda: [run() for _ in range(3)], device)[1] / 3, 1e-3)
+    chunk = max(1, round(CHUNK_MS / ms))
+    fences, most = deque([Fence(device)]), max(2, math.ceil(IN_FLIGHT_MS / (chunk * ms)))
+
+    def repeated(seconds: float) -> tuple[Fence, Fence, int]:
+        """Where the device begins and ends, and how often it ran between; it may not have done so yet."""
+        begin, start, calls = fences[-1], time.perf_counter(), 0
+        while not calls or time.perf_counter() - start < seconds:
+            for _ in range(chunk):
+                run()
             calls += chunk
-        readings.append(Reading(time.perf_counter(), meter.joules()))
-        if len(readings) == 1 or readings[-1].joules != readings[-2].joules:
-            states.append(meter.state())
+            fences.append(Fence(device))
+            if len(fences) > most:
+                fences.popleft().wait()
+        return begin, fences[-1], calls
+
+    repeated(lead)
+    alone = repeated(UNWATCHED * window)
+    with watched(meter) as seen:
+        loaded = repeated(window)
+        end = time.perf_counter()  # what is in flight lasts longer than a reading that began before
     wait(device)
-    power = power_of(readings)
-    mhz, celsius = (statistics.median(values) for values in list(zip(*states))[1:])
-    return Load(fences[-1].ms_since(first) / calls, power.watts, mhz, celsius, power.updates, power.resolution)
+    ms, alone_ms = (last.ms_since(first) / calls for first, last, calls in (loaded, alone))
+    power = power_of([reading for reading in seen.readings if reading.seconds <= end])
+    mhz, celsius = (statistics.median(values) for values in list(zip(*seen.states))[1:])
+    return Load(ms, power.watts, mhz, celsius, power.updates, power.resolution, ms / alone_ms - 1)
 
 
 def _median(loads: list[Load]) -> Repeated:
-    ms, watts, mhz, celsius = (statistics.median(values) for values in list(zip(*loads))[:4])
+    ms, watts, mhz, celsius, _, _, slower = map(statistics.median, zip(*loads))
     joules = [load.joules for load in loads]
     return Repeated(
         ms, statistics.median(joules), joules, watts, mhz, celsius, min(load.updates for load in loads),
-        max(load.resolution for load in loads),
+        max(load.resolution for load in loads), slower,
     )  # fmt: skip
 
 

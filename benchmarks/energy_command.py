@@ -78,6 +78,7 @@ def energy(
         with progress(lambda: "nothing was written") as tell:
             rows = energy_products.measure(energy_products.microloads(device), **settings, tell=tell)
         console.print(_products_table(rows))
+        console.print(_slowed(rows), end="")
         console.print(f"wrote {save(rows, facts, output, 'energy-products')}", soft_wrap=True)
         return
     lengths = [commands.tokens_of(text) for text in tokens or ("4K", "16K")]
@@ -100,9 +101,11 @@ def energy(
                 for text in texts:
                     rows += (found := energy_passes.measure_shape(shape, text, impls, **settings, tell=told))
                     console.print(_passes_table(f"{shape}, {text}", found))
+                    console.print(_slowed(found), end="")
             else:
                 rows += (found := benchmark.measure_shape(shape, texts, impls, peer, **settings, tell=told))
                 console.print(_calls_table(str(shape), found))
+                console.print(_slowed(found), end="")
             # anew with every shape: one that is cut off has what it measured
             path = save([*kept, *rows], facts, output, kind)
     console.print(f"wrote {path}", soft_wrap=True)
@@ -112,7 +115,7 @@ def energy(
         raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
 
 
-COSTS = "ms", "mJ", "spread", "mJ above rest", "W", "MHz", "C"
+COSTS = "ms", "slower", "mJ", "spread", "mJ above rest", "W", "MHz", "C"
 
 
 def _table(title: str, names: tuple[str, ...], *headings: str) -> Table:
@@ -126,7 +129,20 @@ def _costs(row: object) -> list[str]:
     """Cells of `COSTS`."""
     mhz = f"{row.mhz:.0f}"
     joules = f"{row.joules * 1e3:.2f}", f"{row.spread:.1%}", f"{row.above_rest * 1e3:.2f}"
-    return [f"{row.ms:.4f}", *joules, f"{row.watts:.0f}", mhz, f"{row.celsius:.0f}"]
+    return [f"{row.ms:.4f}", f"{row.slower:.1%}", *joules, f"{row.watts:.0f}", mhz, f"{row.celsius:.0f}"]
+
+
+def _slowed(rows: list) -> str:
+    """A warning of loads that the meter slows, or nothing."""
+    from benchmarks.energy import SLOWED
+
+    slowed = [row.slower for row in rows if row.slower is not None and row.slower > SLOWED]
+    if not slowed:
+        return ""
+    return (
+        f"{len(slowed)} of {len(rows)} loads take over {SLOWED:.0%} longer while the meter is read, at most "
+        f"{max(slowed):.0%} (slower): their energy and time are not those of the call by itself\n"
+    )
 
 
 def _rest(rows: list) -> str:
@@ -166,7 +182,7 @@ def _passes_table(title: str, rows: list) -> Table:
     ms, joules = (sum(getattr(row, name) for row in launches) for name in ("ms", "joules"))
     above = sum(row.above_rest for row in launches)
     of_call = "", "", "", f"{joules / call.joules:.1%}"
-    table.add_row("all launches", "", f"{ms:.4f}", f"{joules * 1e3:.2f}", "", f"{above * 1e3:.2f}", *of_call)
+    table.add_row("all launches", "", f"{ms:.4f}", "", f"{joules * 1e3:.2f}", "", f"{above * 1e3:.2f}", *of_call)
     return table
 
 

@@ -18,7 +18,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from benchmarks.baselines import Attention
+from benchmarks.baselines import Attention, reason_of
 from benchmarks.correctness import Outcome, emulated, gate, wrong_tensors
 from benchmarks.mask_attentions import BAND, FLEX, PACKED, PEERS, READ, Given, attentions, recipe_of
 from benchmarks.mask_cases import Case
@@ -174,8 +174,7 @@ def _problem(attention: Attention, inputs: Inputs, direction: str) -> str | None
     try:
         _run(attention, inputs, direction)()
     except Exception as error:  # a compiler of another project raises what it likes
-        lines = str(error).splitlines() or [""]
-        return f"does not run: {type(error).__name__}: {lines[0][:300]}"
+        return reason_of(error, inputs[0].device)
     return None
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
@@ -12,6 +15,8 @@ import torch
 PACKAGE = "nvidia-ml-py"
 COUNTER, SAMPLED = "counter", "sampled power"
 """Where joules come from: the GPU's total, or watts that were read times the seconds between readings."""
+PAUSE_S = 0.003
+"""Between two readings of a meter."""
 
 
 class State(NamedTuple):
@@ -77,6 +82,43 @@ class Meter:
         return self._nvml.nvmlDeviceGetPowerUsage(self._handle) * 1e-3
 
 
+class Seen(NamedTuple):
+    """Readings of a meter, in order, and the states in which its joules changed."""
+
+    readings: list[Reading]
+    states: list[State]
+
+
+@contextmanager
+def watched(meter: Meter) -> Iterator[Seen]:
+    """Inside, a thread of its own reads the meter over and over.
+
+    A driver may take ten milliseconds for a reading, in which who issues calls is not to stand still; pynvml's
+    functions leave the interpreter to others meanwhile. What the meter raises is raised at the end.
+    """
+    seen, errors, ends = Seen([], []), [], threading.Event()
+
+    def read() -> None:
+        try:
+            while not ends.is_set():
+                seen.readings.append(Reading(time.perf_counter(), meter.joules()))
+                if len(seen.readings) == 1 or seen.readings[-1].joules != seen.readings[-2].joules:
+                    seen.states.append(meter.state())
+                ends.wait(PAUSE_S)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, name="meter", daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ends.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def power_of(readings: list[Reading]) -> Power:
     """From readings of a meter, in order, that were made often. Raises RuntimeError where it changed too rarely.
 
@@ -98,11 +140,9 @@ def power_of(readings: list[Reading]) -> Power:
 def at_rest(meter: Meter, seconds: float) -> float:
     """Watts of a GPU that does nothing, from the moment on that it has done so for a third of a second."""
     time.sleep(0.3)
-    readings, start = [], time.perf_counter()
-    while not readings or readings[-1].seconds - start < seconds:
-        readings.append(Reading(time.perf_counter(), meter.joules()))
-        time.sleep(0.005)
-    return power_of(readings).watts
+    with watched(meter) as seen:
+        time.sleep(seconds)
+    return power_of(seen.readings).watts
 
 
 def _nvml() -> ModuleType:

@@ -7,7 +7,7 @@ limit of recompilations raised: attentions that break the graph would else run u
 
 Before anything is timed, the loss of each attention and the gradients of all weights of attentions are held against
 those of the first that is not ours, on the same weights and tokens. One that is off is timed and marked, and not
-compared with the others; one that breaks is recorded with its error.
+compared with the others; one that breaks is recorded with its error, and one that breaks the device ends the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import DOES_NOT_RUN, reason_of
+from benchmarks.baselines import DOES_NOT_RUN, BrokenDevice, reason_of
 from benchmarks.breakdown import PARTS, breakdown
 from benchmarks.step_attentions import NAMES, Attentions, is_ours, names_of
 from benchmarks.step_models import CHUNKED, MODELS, Trained
@@ -101,6 +101,8 @@ class Measurement:
 class _Found:
     """What is known of an attention so far."""
 
+    name: str
+    device: str
     gate: str = "ok"
     loss: float | None = None
     cosine: float | None = None
@@ -120,7 +122,10 @@ class _Found:
         try:
             yield
         except Exception as error:  # a compiler of another project raises what it likes
-            self.gate = reason_of(error)
+            try:
+                self.gate = reason_of(error, self.device)
+            except BrokenDevice as broken:
+                raise BrokenDevice(f"{self.name}: {broken}") from error
 
 
 def attentions_of(case: Case, names: Sequence[str] | None) -> list[str]:
@@ -138,7 +143,7 @@ def measure(
     step; loss, of `LOSSES`; steps, timed in each of ``rounds`` behind one that is not; tell, is told what begins and
     which share is done.
 
-    Raises what the model's library does where the model cannot be made.
+    Raises what the model's library does where the model cannot be made, and `BrokenDevice`.
     """
     model = MODELS[case.model]
     torch._dynamo.reset()
@@ -147,7 +152,7 @@ def measure(
     trained = model.build(layers, case.tokens, total, device, case.compiled, loss)
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=1e-6, fused=True)
     attentions = Attentions(model, trained)
-    found = {name: _Found() for name in attentions_of(case, names)}
+    found = {name: _Found(name, device) for name in attentions_of(case, names)}
     limit = 8 + 2 * trained.layers + len(found)
     with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
         first, reference = None, None

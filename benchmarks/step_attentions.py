@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_mask
 from benchmarks.baselines import flex
 from benchmarks.step_models import Decoder, Joint, Model, Trained, Video
 from sagebwd import read_block_mask, sage_attention
+from sagebwd.auto.operands import traced
 
 SDPA, UNMASKED, EAGER, FLEX = "sdpa", "sdpa-unmasked", "eager", "flex_attention"
 """`UNMASKED`: Transformers' ``sdpa`` under a name whose mask function makes no mask, right for causal layers alone.
@@ -21,9 +22,12 @@ FLASH_4, FLASH_3 = "flash_attention_4", "flash_attention_3"
 OURS, FUSED = "sagebwd", "sagebwd+fuse"
 """`FUSED`: with ``config.sagebwd = {"fuse": True}``."""
 NAMES = SDPA, UNMASKED, EAGER, FLASH_4, FLASH_3, FLEX, OURS, FUSED
-WAN = "diffusers.models.transformers.transformer_wan"
-BACKENDS = {SDPA: "native", FLASH_4: "flash_4_hub", FLASH_3: "_flash_3", FLEX: "flex", OURS: "sagebwd"}
-"""What Diffusers calls them."""
+DIFFUSERS = "diffusers.models.transformers.transformer_"
+"""Modules of its models: ``wan`` and ``flux``."""
+BACKENDS = {FLASH_4: "flash_4_hub", FLASH_3: "_flash_3", OURS: "sagebwd"}
+"""What Diffusers calls them. `SDPA` and `FLEX` are called in its place. A step with its ``native`` ended in an illegal
+access to memory (torch 2.11, H200), whose cuDNN reads each dO by the strides of the first (`sagebwd.auto.operands`):
+in Flux those of blocks of one stream and of two differ. Its ``flex`` is not compiled, and holds all scores."""
 
 
 def is_ours(name: str) -> bool:
@@ -34,7 +38,7 @@ def is_ours(name: str) -> bool:
 def names_of(model: Model, compiled: bool) -> tuple[str, ...]:
     """The attentions that a model has, without those that are another one there."""
     if isinstance(model, Joint):
-        return tuple(BACKENDS)
+        return SDPA, FLASH_4, FLASH_3, FLEX, OURS
     if isinstance(model, Video):
         return SDPA, FLEX, OURS
     leaves_out = {SDPA if model.family == "GptOss" else EAGER}
@@ -56,15 +60,15 @@ class Attentions:
         if isinstance(self.model, Decoder):
             _in_transformers(name, self.trained.model)
             yield
-        elif isinstance(self.model, Joint):
+        elif isinstance(self.model, Joint) and name in BACKENDS:
             importlib.import_module("sagebwd.integrations.diffusers").register()
             self.trained.model.set_attention_backend(BACKENDS[name])
             yield
         else:
-            module = importlib.import_module(WAN)
+            module = importlib.import_module(DIFFUSERS + ("flux" if isinstance(self.model, Joint) else "wan"))
             dispatch = module.dispatch_attention_fn
             if name not in self._functions:
-                self._functions[name] = _masked(name, self.trained, dispatch)
+                self._functions[name] = _in_diffusers(name, self.trained, dispatch)
             module.dispatch_attention_fn = self._functions[name]
             try:
                 yield
@@ -83,25 +87,26 @@ def _in_transformers(name: str, model: nn.Module) -> None:
     model.set_attn_implementation(name.partition("+")[0])
 
 
-def _masked(name: str, trained: Trained, dispatch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Diffusers' function, but for self-attention, which is under the model's mask."""
+def _in_diffusers(name: str, trained: Trained, dispatch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Diffusers' function, but for self-attention, under the model's mask where it has one."""
     mask, tokens = trained.mask, trained.tokens
+    device = next(trained.model.parameters()).device
     if name == SDPA:
-        elements = create_mask(mask.mask_mod, None, None, tokens, tokens, device=mask.kv_indices.device)
+        elements = None if mask is None else create_mask(mask.mask_mod, None, None, tokens, tokens, device=device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, elements)
+            return traced(F.scaled_dot_product_attention, q, k, v, elements, factor=None)
     elif name == FLEX:
-        attend = flex(mask, mask.kv_indices.device.type)
+        attend = flex(mask, device.type)
     else:
         read = read_block_mask(mask)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return sage_attention(q, k, v, block_mask=read)
 
-    def masked(query: Tensor, key: Tensor, value: Tensor, **settings: object) -> Tensor:
+    def called(query: Tensor, key: Tensor, value: Tensor, **settings: object) -> Tensor:
         if key.shape[1] != tokens:
             return dispatch(query, key, value, **settings)
         return attend(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
 
-    return masked
+    return called

@@ -51,6 +51,7 @@ def step(
     with commands.loading("models"):
         from benchmarks import step as benchmark
         from benchmarks import step_attentions, step_models
+    from benchmarks.baselines import BrokenDevice
     from sagebwd.cli.hardware import check_device
     from sagebwd.cli.outputs import check_folder
     from sagebwd.cli.results import path_of, save
@@ -97,6 +98,10 @@ def step(
             except ImportError as error:
                 console.print(f"{case} does not run: {error}", markup=False, highlight=False, soft_wrap=True)
                 continue
+            except BrokenDevice as error:
+                if path:
+                    console.print(f"wrote {path}", soft_wrap=True)
+                raise ValueError(f"{case}: {error}; give the others by --attention") from error
             longest = max(longest, time.perf_counter() - began)
             rows += measured
             # anew with every case: a run that is cut off has what it measured

@@ -174,11 +174,12 @@ def _is_automatic(ask: Ask) -> bool:
 def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
     """Whether a call is one of "auto" of tokens that there are, and not of ``more`` than an output without sinks.
 
-    The switch ``deterministic`` is a promise that torch's kernels do not give.
+    Of no token it is where only torch takes it. The switch ``deterministic`` is a promise that torch's kernels do not
+    give.
     """
-    if more or not _is_automatic(ask):
+    if more or not _is_automatic(ask) or switches.current.deterministic:
         return False
-    return not switches.current.deterministic and query.numel() > 0 and key.numel() > 0
+    return ask.only_torch is not None or (query.numel() > 0 and key.numel() > 0)
 
 
 def _trains(*tensors: Tensor | None) -> bool:

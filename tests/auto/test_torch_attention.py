@@ -309,6 +309,15 @@ def test_what_torch_alone_takes_runs_on_any_device():
             sage_attention(x, x, x, dropout_p=0.5)
 
 
+@pytest.mark.parametrize(("tokens", "kv_tokens"), [(0, 4), (4, 0)])
+def test_calls_of_no_token_that_torch_alone_takes_run_too(tokens, kv_tokens):
+    for head_dim, dropout_p, bias in ((520, 0.0, None), (16, 0.5, None), (16, 0.0, torch.zeros(tokens, kv_tokens))):
+        q, k = (torch.randn(1, 2, count, head_dim, requires_grad=True) for count in (tokens, kv_tokens))
+        out = sage_attention(q, k, k, None if bias is None else bias.requires_grad_(), dropout_p=dropout_p)
+        assert torch.equal(out, torch.zeros(1, 2, tokens, head_dim))
+        out.sum().backward()
+
+
 def test_a_trace_knows_whether_a_call_trains(monkeypatch):
     TRACED.clear()
     monkeypatch.setattr(auto_choice, "_costs", never_faster)

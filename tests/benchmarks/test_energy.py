@@ -3,13 +3,16 @@
 import json
 import re
 import sys
+import threading
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import __main__ as cli
-from benchmarks import attention, energy, energy_passes, energy_products, meter
+from benchmarks import attention, energy, energy_command, energy_passes, energy_products, meter
 from benchmarks.shapes import Shape
 from sagebwd import sage_attention
 from tests.commands import runner
@@ -27,9 +30,34 @@ class Gpu:
     def __init__(self, update: float = 0.05, has_counter: bool = True) -> None:
         self.update, self.has_counter = update, has_counter
         self.now = self.taken = self.shown = 0.0
-        self.watts, self.shown_at = REST, 0.0
+        self.watts, self.read = REST, None
 
     def spend(self, seconds: float, watts: float = REST) -> None:
+        """A meter that is watched is read every 3 ms."""
+        while self.read is not None and seconds > 0.003:
+            self._spend(0.003, watts)
+            self.read()
+            seconds -= 0.003
+        self._spend(seconds, watts)
+        if self.read is not None:
+            self.read()
+
+    @contextmanager
+    def watched(self, one):
+        """As `meter.watched`, on this clock."""
+        seen = meter.Seen([], [])
+
+        def read():
+            seen.readings.append(meter.Reading(self.now, one.joules()))
+            seen.states.append(one.state())
+
+        self.read = read
+        try:
+            yield seen
+        finally:
+            self.read = None
+
+    def _spend(self, seconds: float, watts: float) -> None:
         """The counter shows what was taken at the last multiple of its update."""
         end, self.watts = self.now + seconds, watts
         last = int(end / self.update + 1e-9) * self.update
@@ -67,6 +95,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(meter, "_uuid", lambda device: "GPU-7")
     monkeypatch.setattr(time, "perf_counter", lambda: one.now)
     monkeypatch.setattr(time, "sleep", one.spend)
+    for module in (meter, energy):
+        monkeypatch.setattr(module, "watched", one.watched)
     return one
 
 
@@ -90,7 +120,7 @@ def test_a_counter_that_hardly_moves_gives_no_power():
 
 @pytest.mark.parametrize("has_counter", [True, False])
 def test_a_steady_load_by_the_counter_or_by_power_that_is_read(gpu, has_counter):
-    """The lead is not measured, though more is taken there, and the readings' own time is nobody's."""
+    """The lead is not measured, though more is taken there."""
     gpu.has_counter = has_counter
     one = meter.Meter("cuda")
     assert one.source == (meter.COUNTER if has_counter else meter.SAMPLED)
@@ -104,25 +134,51 @@ def test_a_steady_load_by_the_counter_or_by_power_that_is_read(gpu, has_counter)
     assert load.joules == pytest.approx(load.watts * 0.002)
     assert (load.mhz, load.celsius) == (1500, 40)
     assert load.resolution < 0.01
+    assert load.slower == pytest.approx(0)
     assert meter.at_rest(one, 0.5) == pytest.approx(REST, rel=0.02)
 
 
-def test_a_slow_driver_does_not_starve_the_gpu(gpu, monkeypatch):
-    """Between two readings of 20 ms, calls of 20 ms and more are issued."""
-    issued, one = [0], meter.Meter("cuda")
-
-    def slow(self):
-        issued.append(0)
-        gpu.spend(0.02)
-        return gpu.taken
-
+def test_a_call_that_is_slower_under_the_meter_says_so(gpu):
     def run():
-        issued[-1] += 1
-        gpu.spend(0.001, 500)
+        gpu.spend(0.001 if gpu.read is None else 0.0012, 500)
 
-    monkeypatch.setattr(meter.Meter, "joules", slow)
-    energy.steady(run, one, "cpu", 0.1, 0.5)
-    assert min(issued[2:-1]) >= 20
+    load = energy.steady(run, meter.Meter("cuda"), "cpu", 0.1, 0.5)
+    assert load.slower == pytest.approx(0.2)
+    assert load.ms == pytest.approx(1.2)
+
+
+def test_the_command_warns_of_loads_that_the_meter_slows():
+    rows = [SimpleNamespace(slower=slower) for slower in (None, 0.05, 0.12)]
+    assert energy_command._slowed(rows).startswith(
+        "1 of 3 loads take over 5% longer while the meter is read, at most 12%"
+    )
+    assert energy_command._slowed(rows[:2]) == ""
+
+
+def counting(reading):
+    """A meter that changes at each reading, which does something first."""
+    taken = iter(range(1000))
+
+    def joules():
+        reading()
+        return next(taken)
+
+    return SimpleNamespace(joules=joules, state=lambda: meter.State(100.0, 1000.0, 40.0))
+
+
+def test_a_slow_driver_does_not_slow_the_calls_that_it_measures():
+    """Readings of 20 ms beside calls of 1 ms, in time that passes; in one thread a call would take thrice as long."""
+    load = energy.steady(lambda: time.sleep(1e-3), counting(lambda: time.sleep(0.02)), "cpu", 0.02, 0.3)
+    assert load.slower < 0.5
+    assert load.updates >= 3
+
+
+def test_the_thread_that_reads_ends_and_its_error_is_the_callers():
+    with pytest.raises(IndexError), meter.watched(counting(lambda: [][0])):
+        pass
+    with pytest.raises(KeyError), meter.watched(counting(lambda: None)):
+        raise KeyError
+    assert "meter" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_what_has_no_meter_is_told(monkeypatch):
@@ -337,6 +393,7 @@ def test_the_command(command, gpu, monkeypatch, tmp_path, has_counter):
         assert code == 0
         assert re.search(r"1\.8[5-9]x sdpa 1\.25x", out)
         assert ("counter is not readable" in out) != has_counter
+        assert "slower" in out
     (path,) = tmp_path.glob("*.json")
     assert path.name.startswith("energy_cpu_")
     rows = json.loads(path.read_text())["rows"]

@@ -137,13 +137,15 @@ def safety() -> str:
 def limits() -> str:
     """Where it is not faster."""
     h200, h100 = (training_speeds(*files) for files in CARDS.values())
-    packed: dict[bool, list[float]] = {True: [], False: []}
+    packed: dict[str, list[float]] = {}
     for (*_, sequences), own in packed_speeds().items():
-        packed[sequences.endswith("x 2048")].append(own["fwd+bwd"])
+        lengths = "2K" if sequences.endswith("x 2048") else "short" if int(sequences.split()[-1]) < 2048 else "many"
+        packed.setdefault(lengths, []).append(own["fwd+bwd"])
     return (
         "- **Short sequences.** Below 4K tokens causal calls of attention alone gain nothing or lose. Packed "
-        f"documents of 2K tokens run at {between(packed[True])} of FlashAttention-4's speed on an H200, forward and "
-        f"backward; packs of documents of many lengths, to 8K, run at {between(packed[False])}. Calls of 4K to 16K "
+        f"documents of 2K tokens run at {between(packed['2K'])} of FlashAttention-4's speed on an H200, forward and "
+        f"backward; packs of documents of many lengths, to 8K, run at {between(packed['many'])}, and of conversations "
+        f"of 50 to 2000 tokens at {between(packed['short'])}. Calls of 4K to 16K "
         f"tokens, causal or without a mask, forward and backward, are {between(h200.values())} times as fast as the "
         "best BF16 kernel on an H200 that is kept busy, by head_dim and length. On an H100, where FlashAttention-3 "
         f"was not timed, they are {between(h100.values())} times as fast. In [short "

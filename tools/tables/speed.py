@@ -104,7 +104,7 @@ def behind_a_pause() -> str:
     rows = [
         [str(head_dim), mask_and_length(causal, tokens), numbers((own[way][0] for way in DIRECTIONS), 2),
          own["fwd+bwd"][1]]
-        for (head_dim, causal, tokens), own in found.items()
+        for (head_dim, causal, tokens), own in sorted(found.items())
     ]  # fmt: skip
     return table(["head_dim", "call", "forward / backward / both", "the best other, of both"], rows)
 
@@ -170,14 +170,14 @@ def masks() -> str:
     return table(["mask", "pairs shown", *peers], rows)
 
 
-PACKED = ("packed_h200_2026-11-29_e01d0088", 128), ("packed_h200_2026-11-25_cbd8f97", 64)
-"""Files of `python -m benchmarks attention --packed`, and the head_dim that is read of each."""
+PACKED = "packed_h200_2026-11-29_e01d0088"
+"""The file of `python -m benchmarks attention --packed`."""
 
 
 def packed_speeds() -> dict[tuple[str, str, str], dict[str, float]]:
     """By head_dim, heads and sequences of a packed call: speed of `mixed` over FlashAttention-4, by direction."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in (row for name, head_dim in PACKED for row in rows_of(name) if row["head_dim"] == head_dim):
+    for row in rows_of(PACKED):
         if (row["impl"], row["recipe"]) == ("hopper", "mixed"):
             tokens, kv = row["lengths"], f" on {row['kv_heads']}" * (row["kv_heads"] != row["heads"])
             equal = len(set(tokens)) == 1
