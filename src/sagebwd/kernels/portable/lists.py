@@ -66,15 +66,19 @@ class Masked(NamedTuple):
     unit: tl.constexpr  # of strides of elements but the last (`elements`)
 
     @classmethod
-    def of(cls, listed: Listed | None) -> Masked | None:
-        """None without a mask."""
+    def of(cls, listed: Listed | None, at_other_lengths: bool = False) -> Masked | None:
+        """None without a mask; at_other_lengths: EVEN where it is not and the other way round, to be compiled for."""
         if listed is None:
             return None
         *of_elements, of_key = (0,) * 4 if listed.is_tiled else strides(listed.elements)
-        unit = ONE if listed.is_even else ANY
-        of_elements = of_elements if listed.is_even else counted_as_any(*of_elements)
+        is_even = listed.is_even != at_other_lengths
+        if not is_even:
+            of_elements = counted_as_any(*of_elements)
+        elif at_other_lengths and listed.elements.is_contiguous():  # multiples, as strides of whole tiles are
+            of_elements = [-(-x // TAKEN) * TAKEN for x in of_elements]
         of_lists = counted_as_any(*strides(listed.lists)[:2], listed.lists.stride(2))
-        compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, listed.is_even, listed.rows
+        compiled_for = listed.elements.is_floating_point(), TILE * listed.is_tiled, is_even, listed.rows
+        unit = ONE if is_even else ANY
         return cls(
             listed.elements, listed.lists, *of_elements, of_key, *of_lists, *map(tl.constexpr, compiled_for), unit
         )
@@ -82,8 +86,19 @@ class Masked(NamedTuple):
 
 def masks_of(call: Call, by_key: bool = False) -> tuple[Tensor | None, Tensor | None, Tensor | None, Masked | None]:
     """What kernels take of masks: of keys, where sequences begin, and elements with lists by query or by key."""
-    listed = None if call.lists is None else call.lists.by_key if by_key else call.lists.by_query
-    return call.key_mask, call.queries.cu_seqlens, call.keys.cu_seqlens, Masked.of(listed)
+    return call.key_mask, call.queries.cu_seqlens, call.keys.cu_seqlens, Masked.of(_listed_by(call, by_key))
+
+
+def by_length(call: Call, by_key: bool = False) -> tuple[tuple[int, int] | None, dict[str, Masked]]:
+    """What `launch_by_length` takes first; kernels without a mask have one form."""
+    listed = _listed_by(call, by_key)
+    if listed is None:
+        return None, {}
+    return (call.queries.tokens, call.keys.tokens), {"mask": Masked.of(listed, at_other_lengths=True)}
+
+
+def _listed_by(call: Call, by_key: bool) -> Listed | None:
+    return None if call.lists is None else call.lists.by_key if by_key else call.lists.by_query
 
 
 def strides(x: Tensor) -> tuple[int, ...]:

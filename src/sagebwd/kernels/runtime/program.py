@@ -12,14 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from sagebwd.cache import PLANS, TAKEN, layout_of, rounded
@@ -49,6 +50,9 @@ COMPILING_SECONDS = 0.5
 ZEROS = "zeros"
 # Compilers that were announced.
 _told: set[str] = set()
+# Of kernels that have another form at other lengths, the lengths that each was compiled for first: kept from call to
+# call, as it decides when a kernel is compiled, and no result.
+_first_lengths: dict[Any, Hashable] = {}
 # Held while Triton loads a kernel, whose launcher it publishes before its function: another thread would launch None.
 _loading = threading.RLock()
 
@@ -63,6 +67,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         _start(kernel, grid, *arguments, **options)
     else:
         builder.steps.append((compiled(kernel, grid, arguments, options), kernel, grid, arguments, options))
+
+
+def launch_by_length(
+    lengths: Hashable, other: dict[str, Any], kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
+) -> None:
+    """`launch` of a kernel of which other lengths have another form: with ``other`` in place of parameters.
+
+    Who calls with one length pays for one form. The call of a second length compiles both, so that no later one waits
+    for a compiler; in a graph that is captured the next call does. lengths: None where all have this form.
+    """
+    launch(kernel, grid, *arguments, **options)
+    builder = getattr(local, "builder", None)
+    if builder is None or _first_lengths.setdefault(builder.steps[-1][0], lengths) == lengths:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    given = tuple([other.get(name, x) for name, x in zip(kernel.arg_names, arguments)])
+    with suppress(OutOfResources):  # which lengths that launch it will raise
+        compiled(kernel, grid, given, {name: other.get(name, x) for name, x in options.items()})
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

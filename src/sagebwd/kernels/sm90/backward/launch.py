@@ -11,7 +11,7 @@ from sagebwd.call import Call, Saved, empty_gradients
 from sagebwd.kernels.masks.sm90_block_lists import of_keys
 from sagebwd.kernels.masks.work_splits import MOST
 from sagebwd.kernels.runtime import device
-from sagebwd.kernels.runtime.program import launch, zeros
+from sagebwd.kernels.runtime.program import launch_by_length, zeros
 from sagebwd.kernels.sm90 import widths
 from sagebwd.kernels.sm90.backward.arguments import Factors, Kind, Sizes, Tensors, WorkSplits, block_sparse_and_bias
 from sagebwd.kernels.sm90.backward.block_sparse import COUNTERS
@@ -158,6 +158,9 @@ def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: 
     factors = Factors(call.scale, dq_sum_scale(call))
     kind = Kind.of(call, block_q, span)
     options = {"KIND": kind, "WIDTH": width, **LAUNCH}
+    # packed calls have one form
+    lengths = None if call.packed else (call.queries.tokens, keys.tokens)
+    by_length = lengths, {"KIND": kind._replace(RAGGED=not kind.RAGGED)}
     q, k, v, do = (x.blocks(tokens, piece) for x, tokens in zip(operands, (block_q, rows, rows, block_q)))
     q_t, do_t = (
         transposed(values.q_t, call.head_dim, piece, block_q),
@@ -170,19 +173,19 @@ def _launch_kernels(call: Call, operands: Operands, values: RowValues, tensors: 
     if not tile.split_dkdv:
         planes = vectors(values.planes, 2 * block_q, 2 * block_q)
         delta = matrix(values.delta_parts, DELTA_PARTS.value, (block_q, DELTA_CHANNELS.value))
-        launch(
-            backward_kernel, (programs,), q, k, v, do, q_t, do_t, planes, scales, delta, dq_sums, dk, dv, tensors,
-            *operands.steps, **sizes._asdict(), tiles_per_cta=tiles_per_cta, factors=factors, **options,
+        launch_by_length(
+            *by_length, backward_kernel, (programs,), q, k, v, do, q_t, do_t, planes, scales, delta, dq_sums, dk, dv,
+            tensors, *operands.steps, **sizes._asdict(), tiles_per_cta=tiles_per_cta, factors=factors, **options,
         )  # fmt: skip
         return
     two, four = (vectors(values.planes, 3 * block_q, count * block_q) for count in (2, 4))
     of_dv = tensors._replace(largest=None, dk=None, dq_semaphore=None, strides=gradient_strides(call, tensors.dv))
-    launch(
-        value_kernel, (programs,), q, k, do_t, two, scales, dv, of_dv, *operands.q.steps, *operands.k.steps,
-        *sizes._replace(heads_at_once=heads), Factors(call.scale), **options,
+    launch_by_length(
+        *by_length, value_kernel, (programs,), q, k, do_t, two, scales, dv, of_dv, *operands.q.steps,
+        *operands.k.steps, *sizes._replace(heads_at_once=heads), Factors(call.scale), **options,
     )  # fmt: skip
     of_dk = tensors._replace(dv=None, strides=gradient_strides(call, tensors.dk))
-    launch(
-        key_query_kernel, (programs,), q, k, v, do, q_t, four, scales, dq_sums, dk, of_dk, *operands.steps, *sizes,
-        factors, **options,
+    launch_by_length(
+        *by_length, key_query_kernel, (programs,), q, k, v, do, q_t, four, scales, dq_sums, dk, of_dk,
+        *operands.steps, *sizes, factors, **options,
     )  # fmt: skip
