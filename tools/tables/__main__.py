@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-beside-flash-attention-3": speed.beside_flash_attention_3,
     "speed-bursts": speed.bursts,
     "speed-behind-a-pause": speed.behind_a_pause,
+    "speed-energy": speed.energy,
     "speed-over-256": speed.over_256,
     "speed-lengths": speed.lengths,
     "speed-fp8": speed.fp8,

@@ -9,8 +9,8 @@ Call = tuple[int, int, bool, int]
 """head_dim, V's head_dim, causal, tokens."""
 
 BESIDE_FA3 = (  # FlashAttention-3 is among the best: 128; 64; 256; 72, 80 and 112; 96, 192 and 192/128
-    "attention_h200_2026-11-28_2263a1c",
-    "attention_h200_2026-11-28_05d8c37",
+    "attention_h200_2026-11-29_9ef9e0db",
+    "attention_h200_2026-11-29_e01d0088_64",
     "attention_h200_2026-11-28_49cd924",
     "attention_h200_2026-11-28_214a762",
     "attention_h200_2026-11-28_9f53c6e",
@@ -109,10 +109,26 @@ def behind_a_pause() -> str:
     return table(["head_dim", "call", "forward / backward / both", "the best other, of both"], rows)
 
 
+def energy() -> str:
+    """Energy of causal calls under a steady load: millijoules, and `mixed` over the one that takes the least."""
+    calls: dict[tuple[int, int, str], dict[str, dict]] = {}
+    for row in rows_of("energy_h200_2026-11-29_9ef9e0db"):
+        calls.setdefault((row["head_dim"], row["tokens"], row["direction"]), {})[row["impl"]] = row
+    rows = []
+    for (head_dim, tokens, direction), own in calls.items():
+        mixed, *_ = cells = [own[name] for name in ("hopper", "fa3", "fa4", "cudnn")]
+        rows.append([
+            str(head_dim), length(tokens), "forward" if direction == "fwd" else "both",
+            *(f"{row['joules'] * 1e3:.0f}" for row in cells), numbers((mixed["energy_over"], mixed["time_over"]), 2),
+        ])  # fmt: skip
+    names = "`mixed`", *(PEERS[name] for name in ("fa3", "fa4", "cudnn"))
+    return table(["head_dim", "tokens", "direction", *names, "`mixed` over the best, energy / time"], rows)
+
+
 def over_256() -> str:
     """Milliseconds and peak memory of heads of 512, `token` beside torch's kernels and FlexAttention."""
     calls: dict[tuple[int, int | None, int], dict[str, dict]] = {}
-    for row in rows_of("attention-wide_h200_2026-11-29_e01d0088"):
+    for row in rows_of("attention-wide_h200_2026-11-29_9ef9e0db"):
         if row["direction"] == "fwd+bwd":
             calls.setdefault((row["tokens"], row["window"], row["kv_heads"]), {})[row["impl"]] = row
     rows = []
@@ -170,14 +186,14 @@ def masks() -> str:
     return table(["mask", "pairs shown", *peers], rows)
 
 
-PACKED = "packed_h200_2026-11-29_e01d0088"
-"""The file of `python -m benchmarks attention --packed`."""
+PACKED = "packed_h200_2026-11-29_e01d0088", "packed_h200_2026-11-29_9ef9e0db"
+"""Files of `python -m benchmarks attention --packed`."""
 
 
 def packed_speeds() -> dict[tuple[str, str, str], dict[str, float]]:
     """By head_dim, heads and sequences of a packed call: speed of `mixed` over FlashAttention-4, by direction."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in rows_of(PACKED):
+    for row in (row for name in PACKED for row in rows_of(name)):
         if (row["impl"], row["recipe"]) == ("hopper", "mixed"):
             tokens, kv = row["lengths"], f" on {row['kv_heads']}" * (row["kv_heads"] != row["heads"])
             equal = len(set(tokens)) == 1

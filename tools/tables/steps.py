@@ -19,7 +19,8 @@ STEPS = (
     ("a block of a video model", "training_h200_2026-11-23_00b09c6_video"),
 )
 OF_MODELS = (
-    "step_h200_2026-11-29_7fc77049", "step_h200_2026-11-29_94980822", "step_h200_2026-11-29_e01d0088"
+    "step_h200_2026-11-29_7fc77049", "step_h200_2026-11-29_94980822", "step_h200_2026-11-29_e01d0088",
+    "step_h200_2026-11-29_9ef9e0db",
 )  # fmt: skip
 """Files of `python -m benchmarks step`."""
 ATTENTIONS_OF_MODELS = (
