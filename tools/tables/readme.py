@@ -9,7 +9,7 @@ from tools.tables.masks import newest, speeds
 from tools.tables.pretraining import FROM_SCRATCH, SIZES, TRAINED_ON, find, gap, rows_of
 from tools.tables.results import BENCHMARKS, PEERS, RECIPES, TENSORS, load
 from tools.tables.results import rows_of as rows_of_file
-from tools.tables.speed import CARDS, packed_speeds, training_speeds
+from tools.tables.speed import CARDS, LENGTHS, packed_speeds, training_speeds
 from tools.tables.steps import OF_MODELS, calls_of, over_flash_attention
 
 H200_SUITE, H100_SUITE = "h200_2026-11-29_9ef9e0db", "h100_2026-11-24_b1f1da0"
@@ -136,7 +136,10 @@ def safety() -> str:
 
 def limits() -> str:
     """Where it is not faster."""
-    h200, h100 = (training_speeds(*files) for files in CARDS.values())
+    h200, h100 = (
+        [speed for (*_, tokens), speed in training_speeds(*files).items() if tokens in LENGTHS]
+        for files in CARDS.values()
+    )
     packed: dict[str, list[float]] = {}
     for (*_, sequences), own in packed_speeds().items():
         lengths = "2K" if sequences.endswith("x 2048") else "short" if int(sequences.split()[-1]) < 2048 else "many"
@@ -146,9 +149,9 @@ def limits() -> str:
         f"documents of 2K tokens run at {between(packed['2K'])} of FlashAttention-4's speed on an H200, forward and "
         f"backward; packs of documents of many lengths, to 8K, run at {between(packed['many'])}, and of conversations "
         f"of 50 to 2000 tokens at {between(packed['short'])}. Calls of 4K to 16K "
-        f"tokens, causal or without a mask, forward and backward, are {between(h200.values())} times as fast as the "
+        f"tokens, causal or without a mask, forward and backward, are {between(h200)} times as fast as the "
         "best BF16 kernel on an H200 that is kept busy, by head_dim and length. On an H100, where FlashAttention-3 "
-        f"was not timed, they are {between(h100.values())} times as fast. In [short "
+        f"was not timed, they are {between(h100)} times as fast. In [short "
         "bursts](docs/results/speed.md#short-bursts) on an idle GPU causal calls of 2K tokens lose, and most of 8K "
         "gain little. `auto` gives calls without a gain to 16-bit attention. What SDPA cannot compute "
         "(`block_mask`, `sinks`, `return_lse`) runs on sagebwd's kernels at every length."
