@@ -172,10 +172,10 @@ def _is_automatic(ask: Ask) -> bool:
 
 
 def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
-    """Whether a call is one of "auto" of tokens that there are, and not of ``more`` than an output without sinks.
+    """Whether torch or a peer may run a call of "auto": one of some tokens, or of none if only torch takes it.
 
-    Of no token it is where only torch takes it. The switch ``deterministic`` is a promise that torch's kernels do not
-    give.
+    Not one of ``more`` than an output without sinks, nor under the switch ``deterministic``, a promise that torch's
+    kernels do not give.
     """
     if more or not _is_automatic(ask) or switches.current.deterministic:
         return False

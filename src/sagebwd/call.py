@@ -235,15 +235,14 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What forward leaves: the output, and what backward reads beside v; None is what the recipe has no use for, and
-    of wide heads codes and their scales, which backward makes anew.
+    """What forward leaves: the output, and what backward reads beside v. What the recipe has no use for is None.
 
-    lse: natural log-sum-exp of the scores of the smoothed keys. k_mean: (B, Hkv, D) FP32, the mean taken off. q_int8,
-    k_int8: codes, where a backward product reads them, in the shape of q and k but as wide as the kernels are, with
-    one FP32 scale a token, shaped as lse. Shaped as lse are also row_max, of FP8 gradient products, the largest score
-    of each query times log2(e); 1 / rms of the rows of q and k, FP32, where the call has a norm of its own; and the
-    sinks' weight beside each query's keys. max_logits: the largest logit of each block of queries of a head, lse's
-    shape with blocks in place of queries.
+    Codes of wide heads and their scales are None too: backward makes them anew. lse: natural log-sum-exp of the scores
+    of the smoothed keys. k_mean: (B, Hkv, D) FP32, the mean taken off. q_int8, k_int8: codes, where a backward product
+    reads them, in the shape of q and k but as wide as the kernels are, with one FP32 scale a token, shaped as lse.
+    Shaped as lse are also row_max, of FP8 gradient products, the largest score of each query times log2(e); 1 / rms of
+    the rows of q and k, FP32, where the call has a norm of its own; and the sinks' weight beside each query's keys.
+    max_logits: the largest logit of each block of queries of a head, lse's shape with blocks in place of queries.
     """
 
     o: Tensor
