@@ -5,6 +5,8 @@ that asked for it first. It runs in a process of its own, as kernels of a proces
 """
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from triton.runtime.jit import JITFunction
 from sagebwd import dispatch, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
 from sagebwd.kernels.masks import blocks
+from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime import device
+from sagebwd.kernels.runtime.parts import Part
 from sagebwd.kernels.sm90.forward import launch as forward
 from sagebwd.masks.tiles import tiles_of
 from sagebwd.recipe import Recipe
@@ -24,17 +28,23 @@ from tools.cross_compile import Unstarted, binder
 # Two of no multiple; then one of 16, one of tiles, and others.
 FIRST = 301, 333
 LENGTHS = *FIRST, 336, 512, 50, 77, 192, 384, 880, 901, 1000
+# Batch, query heads, key heads, head_dim; of wide heads, which backward has in parts, as many as LEAST says.
+NARROW, WIDE, WIDE_BATCH, LEAST = (1, 2, 2, 128), (1, 16, 2, 512), (3, 2, 2, 512), 2**21
 MASKS = {
     "causal": lambda n: {"is_causal": True},
     "bias": lambda n: {"attn_mask": torch.empty(1, 2, n, n, dtype=torch.bfloat16)},
+    "elements": lambda n: {"attn_mask": torch.ones(1, 16, n, n, dtype=torch.bool)},
+    "keys": lambda n: {"attn_mask": torch.ones(3, 1, 1, n, dtype=torch.bool)},
     "BlockMask": lambda n: {"block_mask": tiles_of(_of_documents(n)).kept()},
     "BlockMask, unread": lambda n: {"block_mask": _of_documents(n)},
 }
-PACKED = "packed"
+PACKED, PART = "packed", "part"
 CALLS = (
-    ("token", "triton", "causal"), ("token", "triton", PACKED), ("token", "triton", "bias"),
-    ("token", "triton", "BlockMask"), ("mixed", "hopper", "causal"), ("mixed", "hopper", PACKED),
-    ("mixed", "hopper", "bias"), ("mixed", "hopper", "BlockMask, unread"),
+    ("token", "triton", "causal", NARROW), ("token", "triton", PACKED, NARROW), ("token", "triton", "bias", NARROW),
+    ("token", "triton", "BlockMask", NARROW), ("mixed", "hopper", "causal", NARROW),
+    ("mixed", "hopper", PACKED, NARROW), ("mixed", "hopper", "bias", NARROW),
+    ("mixed", "hopper", "BlockMask, unread", NARROW), ("token", "triton", "causal", WIDE),
+    ("token", "triton", PACKED, WIDE), ("token", "triton", "elements", WIDE), ("token", "triton", "keys", WIDE_BATCH),
 )  # fmt: skip
 known = set()
 made: dict[tuple, Unstarted] = {}
@@ -67,10 +77,18 @@ def launch_all_but_cute(started, kernel, *args, **kwargs) -> None:
         started(kernel, *args, **kwargs)
 
 
+def parts_of(divide: Callable[..., Iterator[Part]], *args: object) -> Iterator[Part]:
+    """Parts of a backward, each kind of which is noted as kernels are."""
+    for part in divide(*args):
+        keys = part.call.keys
+        _note(PART, (keys.batch, keys.heads))
+        yield part
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, length: int, name: str, **settings: str) -> Tensor:
     """Under a mask, or packed: two sequences."""
     if name != PACKED:
-        return sage_attention(q, k, v, **MASKS[name](length), **settings)
+        return sage_attention(q, k, v, **MASKS[name](length), enable_gqa=True, **settings)
     offsets = torch.tensor([0, length // 3, length], dtype=torch.int32)
     packing = offsets, offsets, length, length
     return sage_attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), *packing, is_causal=True, **settings)
@@ -83,11 +101,15 @@ if __name__ == "__main__":
     forward.forward_kernel = lambda variant: _note("CuTe's forward", variant)
     started = forward.launch
     forward.launch = lambda kernel, *args, **kwargs: launch_all_but_cute(started, kernel, *args, **kwargs)
-    for recipe, impl, name in CALLS:
+    portable.LEAST_OPERANDS, portable.parts_of = LEAST, partial(parts_of, portable.parts_of)
+    for recipe, impl, name, (batch, heads, key_heads, head_dim) in CALLS:
         choice = dispatch.named(Recipe.named(recipe), f"{impl}/{impl}")
         auto_choice.choose = lambda *_, choice=choice: choice
         for length in LENGTHS:
-            now = recipe, name, length
-            q, k, v = (torch.empty(1, 2, length, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+            now = recipe, name, head_dim, length
+            q, k, v = (
+                torch.empty(batch, n, length, head_dim, dtype=torch.bfloat16, requires_grad=True)
+                for n in (heads, key_heads, key_heads)
+            )
             out = attend(q, k, v, length, name, recipe=recipe, impl=impl)
             torch.autograd.grad(out, (q, k, v), out)

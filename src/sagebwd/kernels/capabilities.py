@@ -25,6 +25,11 @@ REFERENCE_DTYPES = (*KERNEL_DTYPES, "float32", "float64")
 BLOCKS = (32, 64, 128)
 
 
+def is_wide(head_dim: int, value_dim: int) -> bool:
+    """By either width, as given or as kernels fill them."""
+    return max(head_dim, value_dim) > WIDE
+
+
 class Row(NamedTuple):
     """One direction of a family.
 
@@ -55,8 +60,8 @@ class Row(NamedTuple):
     wide_fields: Mapping[str, tuple] = MappingProxyType({})
 
     def is_wide(self, head_dim: int, value_dim: int) -> bool:
-        """Whether heads are wide here, by either width."""
-        return not self.in_torch and max(head_dim, value_dim) > WIDE
+        """Whether heads are wide here."""
+        return not self.in_torch and is_wide(head_dim, value_dim)
 
     def refusal(self, recipe: Recipe, head_dim: int, value_dim: int, dtype: str) -> str | None:
         """Why it does not run a recipe at some widths in a dtype, or None."""
@@ -65,12 +70,12 @@ class Row(NamedTuple):
         if self.form(head_dim, value_dim) is None:
             dims = head_dim if head_dim == value_dim else f"{head_dim}/{value_dim}"
             return f"head_dim {dims} is not one of {self.widths}"
-        is_wide = self.is_wide(head_dim, value_dim)
-        for name, accepted in {**self.fields, **(self.wide_fields if is_wide else {})}.items():
+        wide_fields = self.wide_fields if self.is_wide(head_dim, value_dim) else {}
+        for name, accepted in {**self.fields, **wide_fields}.items():
             if getattr(recipe, name) not in accepted:
                 wanted = ", ".join(map(str, accepted))
                 has = f"recipe {str(recipe)!r} has {name}={getattr(recipe, name)}, which is not one of {wanted}"
-                beyond = f" at a head_dim over {WIDE}" if is_wide and name in self.wide_fields else ""
+                beyond = f" at a head_dim over {WIDE}" if name in wide_fields else ""
                 return has + beyond + self.instead.get(name, "")
         return None
 

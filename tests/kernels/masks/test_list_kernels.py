@@ -1,6 +1,7 @@
 """Triton's lists of blocks, interpreted where there is no GPU, against torch's; and compiled for sm_90."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from sagebwd.masks.band import Band
 from sagebwd.masks.mask import Mask
 from tests import programs, torch_lists
 from tests.gpus import DEVICE, on_gpu
-from tests.mask_lengths import FIRST
+from tests.mask_lengths import FIRST, PART
 from tests.masks import drawn
 
 CAUSAL, WINDOW, ONE_SIDED = Band(upper=0), Band(lower=-70, upper=5), Band(lower=-40)
@@ -189,8 +190,13 @@ def test_they_compile_for_hopper(folder, which):
 
 def test_no_length_after_two_has_kernels_of_its_own():
     """Regression: strides and sizes were kernels' constants where they are 1 or multiples of 16: every few lengths
-    some combination was new, and compiled for seconds. Later the first length that is a multiple of a block did."""
+    some combination was new, and compiled for seconds. Later the first length that is a multiple of a block did, and
+    wide heads' parts of a backward, by how many heads they have and where their masks begin."""
     rows = programs.compiled("tests.mask_lengths")
+    parts = Counter(row["call"][1] for row in rows if row["kernel"] == PART)
+    assert sorted(parts) == ["causal", "elements", "keys", "packed"]
+    assert min(parts.values()) > 1, "parts are alike at all lengths, and show nothing"
+    rows = [row for row in rows if row["kernel"] != PART]
     kernels = {row["kernel"] for row in rows}
     assert {"_pass_kernel", "_lists_kernel", "_codes_kernel", "dq_kernel", "backward_kernel"} <= kernels
     # but for half a second the first multiple of 16 under a mask_mod that reads a table as long as the tokens
@@ -200,8 +206,9 @@ def test_no_length_after_two_has_kernels_of_its_own():
     second = [(*row["call"], row["kernel"]) for row in rows if row["length"] == FIRST[1]]
     portable = "forward_kernel", "dq_kernel", "dkdv_kernel"
     assert sorted(second) == sorted([
-        ("token", "bias", "_pass_kernel"), *(("token", "bias", kernel) for kernel in portable),
-        *(("token", "BlockMask", kernel) for kernel in portable), ("mixed", "causal", "backward_kernel"),
-        ("mixed", "bias", "_pass_kernel"), ("mixed", "bias", "backward_kernel"),
-        ("mixed", "BlockMask, unread", "backward_kernel"),
+        ("token", "bias", 128, "_pass_kernel"), *(("token", "bias", 128, kernel) for kernel in portable),
+        *(("token", "BlockMask", 128, kernel) for kernel in portable), ("mixed", "causal", 128, "backward_kernel"),
+        ("mixed", "bias", 128, "_pass_kernel"), ("mixed", "bias", 128, "backward_kernel"),
+        ("mixed", "BlockMask, unread", 128, "backward_kernel"), ("token", "elements", 512, "_pass_kernel"),
+        *(("token", "elements", 512, kernel) for kernel in ("forward_kernel", *portable)),  # by halves of the columns
     ])  # fmt: skip

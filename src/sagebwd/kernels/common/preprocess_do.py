@@ -40,7 +40,7 @@ from sagebwd.recipe import INT8
 LEAST_DO = tl.constexpr(2.0**-100)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
+@triton.jit(do_not_specialize=["heads", *NO_SPECIALIZE])
 def grad_out_kernel(
     do,
     o,

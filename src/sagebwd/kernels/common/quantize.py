@@ -29,10 +29,11 @@ from sagebwd.kernels.common.tile import (
     whose,
 )
 from sagebwd.kernels.common.transposed import NO_SPECIALIZE, launch_pass, store_transposed
+from sagebwd.kernels.common.wide_codes import launch_wide_codes
 from sagebwd.numerics import MOST_ROTATED
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
+@triton.jit(do_not_specialize=["heads", *NO_SPECIALIZE])
 def quantize_kernel(
     x,
     mean,
@@ -62,8 +63,8 @@ def quantize_kernel(
     x, codes, smoothed: `Strided`. mean (batch, heads, D): subtracted. token_scale: one a token. block_scale: one a
     block, or one a channel of it. sequence_scale (batch, heads, D): read where GROUP is "sequence". transposed: INT8,
     see `tile`. column_sum: 128 times the sum of a block's codes, by column, exact in FP32. TURNED: codes are of
-    smoothed tokens times R, of so many channels, or 0. Where BLOCK_D divides head_dim, each plane of the grid has its
-    own columns; scales must not be of rows then.
+    smoothed tokens times R, of so many channels, or 0: of up to `MOST_ROTATED` (`wide_codes_kernel` has more). Where
+    BLOCK_D divides head_dim, each plane of the grid has its own columns; scales must not be of rows then.
     """
     number, program = block_in_sequence(grid, heads, cu_seqlens, tokens, BLOCK, VARLEN)
     batch, head, z, start, length = whose(program, heads, cu_seqlens, tokens, VARLEN)
@@ -179,6 +180,8 @@ def launch_quantize(
 ) -> Quantized:
     """Smooth x and write the asked-for outputs; ``turned``: channels of the rotation under which codes are made."""
     head_dim, device = x.shape[-1], x.device
+    if turned and head_dim > MOST_ROTATED:
+        return Quantized(*launch_wide_codes(x, packing, group, block, mean, key_mask, turned))
     if head_dim > MOST_ROTATED and group == "token" and not transposed:
         block = min(block, WIDE_ROWS)
     block_d, least, most = 0, *WIDE_COLUMNS

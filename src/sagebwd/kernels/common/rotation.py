@@ -207,26 +207,10 @@ def part_of(channels, number):
 
 @triton.jit
 def load_turned(x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`load_rows` of all channels, less ``mean`` (D,) if that is not None, times R: FP32.
+    """`load_rows` of all channels, `MOST_ROTATED` at most, less ``mean`` (D,) if that is not None, times R: FP32.
 
     Of the mean the product is taken by itself: rows as they are have 16 bits.
     """
-    if BLOCK_D <= MOST:
-        return _load_turned(x, rows, stride, tokens, mean, head_dim, TURNED, BLOCK_D)
-    else:  # two parts, which R does not mix
-        rest = None
-        if mean is not None:
-            rest = mean + MOST
-        low = _load_turned(x, rows, stride, tokens, mean, part_of(head_dim, 0), part_of(TURNED, 0), MOST)
-        high = _load_turned(x + MOST, rows, stride, tokens, rest, part_of(head_dim, 1), part_of(TURNED, 1), MOST)
-        return tl.join(low, high).permute(0, 2, 1).reshape(rows.shape[0], BLOCK_D)
-
-
-@triton.jit
-def _load_turned(
-    x, rows, stride, tokens, mean, head_dim: tl.constexpr, TURNED: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """The same of channels that R does not mix with others."""
     WHOLE: tl.constexpr = TURNED == BLOCK_D
     WIDTH: tl.constexpr = min(STEP, BLOCK_D)
     columns = tl.arange(0, BLOCK_D)

@@ -67,7 +67,7 @@ def transpose(
     store_transposed(transposed, tile, z, block, blocks, columns, head_dim, BLOCK)
 
 
-@triton.jit(do_not_specialize=NO_SPECIALIZE)
+@triton.jit(do_not_specialize=["heads", *NO_SPECIALIZE])
 def transpose_kernel(
     codes,
     cu_seqlens,

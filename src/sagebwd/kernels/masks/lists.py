@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sagebwd.cache import TAKEN
 from sagebwd.kernels.masks import list_kernels
+from sagebwd.kernels.runtime.program import dense
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import TILE, Mask
 
@@ -31,7 +33,8 @@ class Listed(NamedTuple):
         """The same of some sequences and query heads, for a backward."""
 
         def cut(x: Tensor) -> Tensor:
-            return x[batch if x.shape[0] > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
+            mine = x[batch if x.shape[0] > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
+            return mine if mine.data_ptr() % TAKEN == 0 else dense(mine)  # elsewhere other kernels would read it
 
         return self._replace(elements=self.elements if self.is_tiled else cut(self.elements), lists=cut(self.lists))
 

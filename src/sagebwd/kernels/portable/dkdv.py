@@ -231,7 +231,9 @@ def add_dk(
         return dot_16bit(to_16bit(ds, operand.dtype), operand, acc)  # dK += dS^T Q
 
 
-@triton.jit(do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"])
+@triton.jit(
+    do_not_specialize=["heads_k", "tokens_q", "tokens_k", "total_k", "blocks_q", "tiles_k", "grid", "lower", "upper"]
+)
 def dkdv_kernel(
     q,
     k,

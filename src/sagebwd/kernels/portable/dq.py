@@ -58,9 +58,9 @@ from sagebwd.kernels.runtime.program import launch_by_length
 from sagebwd.recipe import INT8
 
 
-@triton.jit(
-    do_not_specialize=["tokens_q", "tokens_k", "total_k", "blocks_q", "blocks_k", "tiles_k", "grid", "lower", "upper"]
-)
+@triton.jit(do_not_specialize=[
+    "heads", "tokens_q", "tokens_k", "total_k", "blocks_q", "blocks_k", "tiles_k", "grid", "lower", "upper"
+])  # fmt: skip
 def dq_kernel(
     q,
     k,

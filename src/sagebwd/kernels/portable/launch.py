@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
-from sagebwd.kernels.capabilities import WIDE
+from sagebwd.kernels.capabilities import is_wide
 from sagebwd.kernels.common.centered_values import launch_centered_values
 from sagebwd.kernels.common.means import launch_statistics
 from sagebwd.kernels.common.preprocess_do import launch_preprocess_do, row_values_of
@@ -40,7 +40,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Saved:
     s_int8, o_int8 = recipe.s == INT8, recipe.o == INT8
     apart = recipe.first_keys if o_int8 else 0
     # of wide heads backward makes codes anew, of q and k
-    kept = call.head_dim <= WIDE
+    kept = not is_wide(call.head_dim, call.value_dim)
     q_int8, k_int8 = (s_int8 or (kept and x == INT8) for x in (recipe.dk, recipe.dq))
     k_mean, v_mean, v_scale, number = launch_statistics(recipe, k, v, keys, key_mask)
     k_shift, v_shift = k_mean if recipe.smooth_k else None, v_mean if o_int8 and recipe.smooth_v else None
@@ -103,7 +103,7 @@ def backward(
     """dq, dk, dv. Without atomics, so every run is bit for bit the same whether ``deterministic`` or not."""
     dq, dk, dv = empty_gradients(call.head_dim, saved.o, v)
     row_values = row_values_of(call, do.device)
-    if call.head_dim <= WIDE or call.recipe.s != INT8:
+    if call.recipe.s != INT8 or not is_wide(call.head_dim, call.value_dim):
         _write(call, _with_codes(call, saved, q, k), do, dlse, q, k, v, row_values, dq, dk, dv)
         return dq, dk, dv
     for writes_dq, writes_dkdv, most in _passes(call):
@@ -125,9 +125,9 @@ def _passes(call: Call) -> list[tuple[bool, bool, int]]:
     many key heads, counted over the batch, a part of it has at most.
 
     A part makes codes and transposed copies, which are gone when the next begins. They may take a fifth of what O and
-    the gradients do, or `LEAST_OPERANDS` where that is more: parts of less would have too few programs. dK and dV,
-    which have the most, are first, so that these lie in dQ's memory too, but where dQ finds maxima for them. What has
-    room as a whole is one part of one pass.
+    the gradients do, or `LEAST_OPERANDS` where that is more (parts of less would have too few programs), and take one
+    key head's at least. dK and dV, which have the most, are first, so that these lie in dQ's memory too, but where dQ
+    finds maxima for them. What has room as a whole is one part of one pass.
     """
     recipe, queries, keys, heads = call.recipe, call.queries, call.keys, call.keys.heads_in_all
     # bytes of INT8 of a key head and its query heads, as they lie and transposed
@@ -149,10 +149,12 @@ def _passes(call: Call) -> list[tuple[bool, bool, int]]:
 def _with_codes(call: Call, saved: Saved, q: Tensor | None, k: Tensor | None) -> Saved:
     """With the codes of wide heads, as forward made them."""
     recipe = call.recipe
-    if call.head_dim > WIDE and INT8 in (recipe.s, recipe.dk):
+    if not is_wide(call.head_dim, call.value_dim):
+        return saved
+    if INT8 in (recipe.s, recipe.dk):
         made = _codes_of_q(call, q)
         saved = saved._replace(q_int8=made.codes, q_scale=made.token_scale)
-    if call.head_dim > WIDE and INT8 in (recipe.s, recipe.dq):
+    if INT8 in (recipe.s, recipe.dq):
         made = _codes_of_k(call, k, saved.k_mean if recipe.smooth_k else None)
         saved = saved._replace(k_int8=made.codes, k_scale=made.token_scale)
     return saved

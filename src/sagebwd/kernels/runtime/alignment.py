@@ -12,8 +12,10 @@ TMA_BYTES = 16
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """As kernels read masks and values of tokens."""
-    return x if x is None or x.is_contiguous() else copy(x.new_empty(x.shape), x)
+    """As kernels read masks and values of tokens; aligned too, as slices of them may not be."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % TMA_BYTES == 0):
+        return x
+    return copy(x.new_empty(x.shape), x)
 
 
 def aligned_rows(x: Tensor | None) -> Tensor | None:

@@ -75,7 +75,8 @@ def launch_by_length(
     """`launch` of a kernel of which other lengths have another form: with ``other`` in place of parameters.
 
     Who calls with one length pays for one form. The call of a second length compiles both, so that no later one waits
-    for a compiler; in a graph that is captured the next call does. lengths: None where all have this form.
+    for a compiler; where that one is captured in a graph, the next call of a new length does. lengths: None where all
+    have this form.
     """
     launch(kernel, grid, *arguments, **options)
     builder = getattr(local, "builder", None)
