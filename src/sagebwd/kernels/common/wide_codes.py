@@ -31,7 +31,7 @@ from sagebwd.kernels.common.tile import abs_max, psi_scale, whose
 from sagebwd.kernels.runtime.program import launch
 
 # Rows of a program at a time, its warps, and how many loads of rows are under way.
-ROWS, WARPS, STAGES = 16, 4, 2
+ROWS, WARPS, STAGES = 16, 4, 3
 
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total", "parts"])
