@@ -20,7 +20,7 @@ STEPS = (
 )
 OF_MODELS = (
     "step_h200_2026-11-29_7fc77049", "step_h200_2026-11-29_94980822", "step_h200_2026-11-29_e01d0088",
-    "step_h200_2026-11-29_9ef9e0db",
+    "step_h200_2026-11-29_9ef9e0db", "step_h200_2026-11-29_5767ade1",
 )  # fmt: skip
 """Files of `python -m benchmarks step`."""
 ATTENTIONS_OF_MODELS = (
