@@ -30,6 +30,7 @@ FIRST = 301, 333
 LENGTHS = *FIRST, 336, 512, 50, 77, 192, 384, 880, 901, 1000
 # Batch, query heads, key heads, head_dim; of wide heads, which backward has in parts, as many as LEAST says.
 NARROW, WIDE, WIDE_BATCH, LEAST = (1, 2, 2, 128), (1, 16, 2, 512), (3, 2, 2, 512), 2**21
+ODD, ODD_WIDE = (1, 2, 2, 100), (1, 16, 2, 300)  # of no multiple of 8
 MASKS = {
     "causal": lambda n: {"is_causal": True},
     "bias": lambda n: {"attn_mask": torch.empty(1, 2, n, n, dtype=torch.bfloat16)},
@@ -45,6 +46,7 @@ CALLS = (
     ("mixed", "hopper", PACKED, NARROW), ("mixed", "hopper", "bias", NARROW),
     ("mixed", "hopper", "BlockMask, unread", NARROW), ("token", "triton", "causal", WIDE),
     ("token", "triton", PACKED, WIDE), ("token", "triton", "elements", WIDE), ("token", "triton", "keys", WIDE_BATCH),
+    ("token", "triton", "causal", ODD), ("token", "triton", "causal", ODD_WIDE),
 )  # fmt: skip
 known = set()
 made: dict[tuple, Unstarted] = {}

@@ -17,7 +17,7 @@ from sagebwd.auto.contenders import CUDNN, NAMES, PEERS, TORCH
 from sagebwd.auto.model import DIRECTIONS, Size, Times, widths_text
 from sagebwd.call import Ask
 from sagebwd.dispatch import Choice
-from sagebwd.kernels.capabilities import WIDE
+from sagebwd.kernels.capabilities import WIDE, is_wide
 from sagebwd.masks.kinds import FULL, KINDS, MASK, PADDING, WINDOW
 from sagebwd.recipe import AUTO
 
@@ -137,7 +137,7 @@ def _why(choice: Choice, ask: Ask, size: Size | None, recipe: object, card: str 
 
 def _untimed(ask: Ask, card: str | None) -> str:
     name = card or auto_choice.card_of(ask.device)
-    named = f", head_dims over {WIDE} where `--head-dim` names them" if max(ask.head_dim, ask.value_dim) > WIDE else ""
+    named = f", head_dims over {WIDE} where `--head-dim` names them" if is_wide(ask.head_dim, ask.value_dim) else ""
     if card is None and not auto_choice.known_of(ask.device):
         return (
             f"nobody has timed low precision on {name} with torch {torch.__version__} and this sagebwd; "

@@ -175,6 +175,8 @@ def identifiers(calls: list[tuple]) -> list[str]:
 
 
 AGAIN = ALL + [("triton", name) for name in UNDER_A_MASK]
+# results of other widths are copies, and no kernel is run here
+AGAIN = [(impl, name) for impl, name in AGAIN if CALLS[impl][name].head_dim % 8 == 0]
 
 
 @pytest.mark.parametrize(("impl", "name"), AGAIN, ids=identifiers(AGAIN))

@@ -23,12 +23,26 @@ SMALL = AttentionCase(
 CALLS = {
     "grouped": dataclasses.replace(SMALL, recipe="token", heads=4, by_token=True, with_dlse=True),
     "keys-and-window": dataclasses.replace(SMALL, batch=2, kv_heads=1, masked=True, window=(9, 3), is_causal=True),
-    "elements": dataclasses.replace(SMALL, batch=2, mask="bias-all"),
+    "elements": dataclasses.replace(SMALL, batch=2, tokens_k=24, mask="bias-all"),
     "tiles": dataclasses.replace(SMALL, mask="sinks", tokens_q=18),
     "packed": dataclasses.replace(SMALL, lengths_q=[5, 0], lengths_k=[9, 20], is_causal=True, with_dlse=True),
     "tile-maxima": dataclasses.replace(SMALL, recipe="paper"),
     "16bit-gradients": dataclasses.replace(SMALL, recipe="token(dv=16bit, dq=16bit, dk=16bit)"),
 }
+
+
+def test_a_mask_is_not_cut_at_unaligned_addresses(monkeypatch):
+    """Kernels are others there, and a copy of its elements takes more than what parts save."""
+    call, made = dataclasses.replace(SMALL, batch=2, mask="bias-all", device=DEVICE), []
+    inputs = call.inputs()
+    asked = call.call(*inputs[:2])
+    saved = call.forward("triton", asked, inputs)
+    monkeypatch.setattr(launch, "parts_of", lambda *given: made.append([*parts_of(*given)]) or made[-1])
+    monkeypatch.setattr(launch, "SHARE_OF_OPERANDS", 1 << 60)
+    monkeypatch.setattr(launch, "LEAST_OPERANDS", 0)
+    PLANS.clear()
+    call.backward("triton", asked, saved, inputs)
+    assert [len(parts) for parts in made] == [1]
 
 
 @pytest.mark.parametrize("name", CALLS)

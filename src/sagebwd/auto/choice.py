@@ -19,7 +19,7 @@ from sagebwd.auto.model import Size, Times
 from sagebwd.call import Ask, padded_head_dim
 from sagebwd.dispatch import Choice
 from sagebwd.kernels import families
-from sagebwd.kernels.capabilities import BACKWARD, FORWARD, REFERENCE_DTYPES, WIDE, Row, as_it_is
+from sagebwd.kernels.capabilities import BACKWARD, FORWARD, REFERENCE_DTYPES, Row, as_it_is, is_wide
 from sagebwd.masks.kinds import CAUSAL, WINDOW
 from sagebwd.recipe import AUTO, Recipe
 from sagebwd.tracing import assume_constant
@@ -199,7 +199,7 @@ def _tile(choice: Choice, head_dim: int, value_dim: int) -> tuple[int, int] | No
     counts for both."""
     if any(row.form(head_dim, value_dim) is None for row in (choice.forward, choice.backward)):
         return None
-    if max(head_dim, value_dim) > WIDE and (head_dim != value_dim or head_dim % 32):
+    if is_wide(head_dim, value_dim) and (head_dim != value_dim or head_dim % 32):
         return None
     form = choice.forms(head_dim, value_dim)[0]
     return tuple(map(padded_head_dim, form)) if choice.forward.powers_of_two else form

@@ -14,7 +14,8 @@ from sagebwd.kernels.common.tile import dot_16bit, load_rows, to_16bit
 from sagebwd.numerics import MOST_ROTATED
 
 # Of keys that are all alike and their mean, whose products are rounded apart, less than this part of the mean is left,
-# and counts as zero. Others of 16 bits differ by far more.
+# and counts as zero: so do differences of keys under this part of their mean's largest channel, which softmax hardly
+# sees.
 ROUNDING = tl.constexpr(2.0**-18)
 # Channels of one side of R at a time: more of its signs would fill the registers.
 STEP = tl.constexpr(32)

@@ -34,13 +34,15 @@ class Strided(NamedTuple):
 
 
 def counted(*strides: int) -> tuple:
-    """Strides as kernels take them, and their unit: EIGHT where they are multiples of 8 but not all of 16, else ONE.
+    """Strides as kernels take them, and their unit: ONE where all are multiples of 16, EIGHT of 8, else ANY.
 
-    Triton tells its compiler of multiples of 16 alone, without which rows are read an element at a time. What counts
-    eights is odd and over 1, so that no length has kernels of its own.
+    Triton tells its compiler of multiples of 16 alone, without which rows are read an element at a time. Those of the
+    other units are odd and over 1, so that no length has kernels of its own.
     """
-    if any(x % 8 for x in strides) or not any(x % 16 for x in strides) or max(strides) >= 2**31:
+    if not any(x % 16 for x in strides) or max(strides) >= 2**31:
         return *strides, ONE
+    if any(x % 8 for x in strides):
+        return *counted_as_any(*strides), ANY
     return *(x // 4 + 3 for x in strides), EIGHT
 
 

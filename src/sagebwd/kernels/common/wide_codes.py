@@ -67,7 +67,7 @@ def wide_codes_kernel(
             tile = turned_rows(x, mu, rotation, key_mask, batch, head, start, first, length, tokens, head_dim, ROWS)
             scale = psi_scale(largest_of(tile))
             store_scaled(tile, scale, codes, scales, batch, head, start, first, length, head_dim)
-        else:  # of few rows that the registers hold, and so made twice
+        else:  # the registers hold few rows: they are made twice
             amax = tl.zeros((ROWS,), tl.float32)
             end = tl.minimum(first + BLOCK, length)
             for at in range(first, end, ROWS):

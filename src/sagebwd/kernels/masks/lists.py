@@ -33,10 +33,12 @@ class Listed(NamedTuple):
         """The same of some sequences and query heads, for a backward."""
 
         def cut(x: Tensor) -> Tensor:
-            mine = x[batch if x.shape[0] > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
-            return mine if mine.data_ptr() % TAKEN == 0 else dense(mine)  # elsewhere other kernels would read it
+            return x[batch if x.shape[0] > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
 
-        return self._replace(elements=self.elements if self.is_tiled else cut(self.elements), lists=cut(self.lists))
+        lists = cut(self.lists)
+        if lists.data_ptr() % TAKEN:  # elsewhere other kernels would read them; they are short
+            lists = dense(lists)
+        return self._replace(elements=self.elements if self.is_tiled else cut(self.elements), lists=lists)
 
 
 class Lists(NamedTuple):

@@ -13,8 +13,8 @@ _WIDTHS = f"1 to {MAX_HEAD_DIM}"
 
 
 def form(head_dim: int, value_dim: int) -> tuple[int, int] | None:
-    """The greater of both for both."""
-    width = max(head_dim, value_dim)
+    """The greater of both for both, as a multiple of 8: other rows are read a channel at a time."""
+    width = -(-max(head_dim, value_dim) // 8) * 8
     return (width, width) if width <= MAX_HEAD_DIM else None
 
 

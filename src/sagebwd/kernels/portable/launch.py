@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from sagebwd.cache import TAKEN
 from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
 from sagebwd.kernels.capabilities import is_wide
 from sagebwd.kernels.common.centered_values import launch_centered_values
@@ -127,7 +128,8 @@ def _passes(call: Call) -> list[tuple[bool, bool, int]]:
     A part makes codes and transposed copies, which are gone when the next begins. They may take a fifth of what O and
     the gradients do, or `LEAST_OPERANDS` where that is more (parts of less would have too few programs), and take one
     key head's at least. dK and dV, which have the most, are first, so that these lie in dQ's memory too, but where dQ
-    finds maxima for them. What has room as a whole is one part of one pass.
+    finds maxima for them. What has room as a whole is one part of one pass; so is what has a mask whose parts begin
+    where they would have kernels of their own, as copies of its elements take more than parts save.
     """
     recipe, queries, keys, heads = call.recipe, call.queries, call.keys, call.keys.heads_in_all
     # bytes of INT8 of a key head and its query heads, as they lie and transposed
@@ -141,9 +143,22 @@ def _passes(call: Call) -> list[tuple[bool, bool, int]]:
     of_all = of_dkdv + of_dq - codes
     if shares_maxima(call):
         of_all += 4 * math.prod(maxima_shape(call)) // heads
-    if shares_maxima(call) or of_all * heads <= room:
+    if of_all * heads <= room or not _cuts_mask_aligned(call):
+        return [(True, True, max(1, heads))]
+    if shares_maxima(call):
         return [(True, True, max(1, room // of_all))]
     return [(False, True, max(1, (room + in_dq) // of_dkdv)), (True, False, max(1, room // of_dq))]
+
+
+def _cuts_mask_aligned(call: Call) -> bool:
+    """Whether a mask's elements of every sequence and head begin at multiples of `TAKEN` bytes."""
+    if call.lists is None or call.lists.by_query.is_tiled:
+        return True
+    elements = call.lists.by_query.elements
+    return not any(
+        size > 1 and stride * elements.itemsize % TAKEN
+        for size, stride in zip(elements.shape[:2], elements.stride()[:2])
+    )
 
 
 def _with_codes(call: Call, saved: Saved, q: Tensor | None, k: Tensor | None) -> Saved:
