@@ -153,7 +153,7 @@ def test_keys_that_are_all_alike_are_zeros_when_they_are_rotated(tokens):
 
 @pytest.mark.parametrize(("head_dim", "unit"), [(64, 1), (72, 8), (73, 0)])
 def test_rows_of_a_fused_projection(head_dim, unit):
-    """Strides in eights where they are multiples of 8, not of 16, ANY where of neither; of one length as of another."""
+    """Strides in eights where multiples of 8 and not of 16, ANY where of neither; of one length as of another."""
     for tokens in (140, 141):
         k = draw(1, tokens, 2, 3, head_dim, seed=1)[:, :, :, 1].transpose(1, 2)
         strided = Strided.of(k, Packing.of(k, None, tokens))
