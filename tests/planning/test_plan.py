@@ -554,6 +554,18 @@ def test_no_tensor_is_kept(stand_ins):
     assert not any(isinstance(x, Tensor) for x in (*vars(plan).values(), *plan.call, *plan.call.queries))
 
 
+@pytest.mark.parametrize(("compiles", "asks"), [(True, True), (False, True), (True, False)])
+def test_what_compilers_leave_is_collected_in_their_call(compiles, asks, stand_ins, monkeypatch):
+    """Not in a later step; by nobody where a user turned that off."""
+    monkeypatch.setattr(program, "COMPILING_SECONDS", 0 if compiles else math.inf)
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(gc, "isenabled", lambda: asks)
+    for seed in range(2):
+        check(seed=seed)
+    assert len(collected) == (2 if compiles and asks else 0), "one a direction, of the first call"
+
+
 def test_threads_share_plans(stand_ins):
     """Each has the results of its own tensors, also where another drops all plans."""
 
