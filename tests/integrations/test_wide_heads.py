@@ -10,6 +10,7 @@ from sagebwd.auto import choice as auto_choice
 from sagebwd.counts import counts
 from sagebwd.integrations import transformers_torch
 from sagebwd.reference.metrics import relative_l2
+from tests.gpus import DEVICE, on_gpu
 
 TOKEN, TORCH = "token on reference", "full precision on torch"
 # Of the model that the default config is of.
@@ -118,6 +119,32 @@ def test_layers_run_in_low_precision_where_a_recipe_is_named(settings, ran):
     (_, gradients), (_, exact) = map(outcome, models)
     assert counts == ran
     assert 0 < relative_l2(gradients, exact) < 0.1
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("device", [pytest.param(DEVICE, marks=on_gpu)])
+def test_a_model_of_heads_of_512_trains_by_kernels(device):
+    """Gradients of all weights are as far from FP32's as the emulator's, and the loss falls as under SDPA."""
+
+    def trained(implementation: str, dtype: torch.dtype, **settings) -> tuple[torch.Tensor, float]:
+        model = gemma4(implementation, **settings).to(device, dtype)
+        optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.02), None
+        for _ in range(2 if device == "cpu" else 20):
+            optimizer.zero_grad()
+            loss = model(IDS.to(device), labels=IDS.to(device)).loss
+            loss.backward()
+            if gradients is None:
+                gradients = torch.cat([x.grad.flatten().float() for x in model.parameters() if x.grad is not None])
+            optimizer.step()
+        return gradients, loss.item()
+
+    exact, loss = trained("sdpa", torch.float32)
+    counts.clear()
+    ours, our_loss = trained("sagebwd", torch.bfloat16, sagebwd={"recipe": "token", "impl": "triton"})
+    assert set(counts) == {"token on triton"}
+    emulated, _ = trained("sagebwd", torch.bfloat16, sagebwd={"recipe": "token", "impl": "reference"})
+    assert 0 < relative_l2(ours, exact) < 1.25 * relative_l2(emulated, exact)
+    assert our_loss == pytest.approx(loss, rel=0.02)
 
 
 def test_what_runs_on_torch_is_said_once_by_name():

@@ -128,7 +128,7 @@ def energy() -> str:
 def over_256() -> str:
     """Milliseconds and peak memory of heads of 512, `token` beside torch's kernels and FlexAttention."""
     calls: dict[tuple[int, int | None, int], dict[str, dict]] = {}
-    for row in rows_of("attention-wide_h200_2026-11-29_5767ade1"):
+    for row in rows_of("attention-wide_h200_2026-11-30_68a0645a"):
         if row["direction"] == "fwd+bwd":
             calls.setdefault((row["tokens"], row["window"], row["kv_heads"]), {})[row["impl"]] = row
     rows = []
