@@ -63,8 +63,8 @@ def sage_attention(
             first is heads with ``enable_gqa``, else batch. Fewer than key's are broadcast, or the reverse. Of DTensors
             with equal placements, of batch or heads, each process attends to its own, and outputs are such.
         key, value: (batch, kv_heads, kv_tokens, head_dim), of query's dtype and device. value's head_dim may differ:
-            where kernels lack the pair the lesser is filled with zeros, which changes no number and costs as much as
-            the greater.
+            where kernels lack the pair both are filled with zeros up to one that they have, which changes no number
+            and costs as much as that.
         attn_mask: (batch or 1, heads or 1, tokens or 1, kv_tokens or 1), or fewer of the last dimensions: boolean,
             True where a query sees a key, or floating point, added to the scaled scores; a number of at most -1.6e38,
             of fp16 -32752, hides as -inf does. ``is_causal`` and ``window`` hold beside it. Keys that no query sees
