@@ -163,7 +163,7 @@ def gpu_tests() -> str:
     outcomes = "passed", "failed", "skipped"
     rows = []
     for what, name in (
-        ("H200, 2026-11-29, every test", H200_SUITE),
+        ("H200, 2026-11-30, every test", H200_SUITE),
         ("H100, 2026-11-24, an older commit; the one that failed times steps of different lengths", H100_SUITE),
     ):  # fmt: skip
         counts = load(BENCHMARKS / f"gpu-suite_{name}.json")["counts"]
