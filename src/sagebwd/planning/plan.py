@@ -7,8 +7,6 @@ operators of `sagebwd.ops` run the same plans.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -56,19 +54,6 @@ class SdpaCall:
         """contender: of `sagebwd.auto.contenders`, who runs it. saves_copies: of tensors of inference mode."""
         self.answer = handed_over(contender)
         self.run = (lambda *given: run(*savable(*given))) if saves_copies else run
-
-
-def _program(described: Callable, given: tuple, rooms: dict[int, tuple[int, int]] | None = None) -> object:
-    """`Program.of`; where kernels were compiled, without the garbage that compilers leave.
-
-    Python would look for it in a later step, which would take .1 to .3 s where a process has many objects.
-    """
-    program, began = dispatch.runtime().program, time.perf_counter()
-    made = program.Program.of(described, given, rooms)
-    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if time.perf_counter() - began > program.COMPILING_SECONDS and gc.isenabled() and not is_capturing:
-        gc.collect()
-    return made
 
 
 class Plan:
@@ -261,7 +246,7 @@ class Plan:
             saved = runtime.driver.forward(*family, dispatch.prepared(FORWARD, self.choice, call), *tensors)
             return *saved, *(left if trains else ())
 
-        return _program(described, (elements, traced, call, *tensors), rooms)
+        return runtime.program.Program.of(described, (elements, traced, call, *tensors), rooms)
 
     def _backward_program(
         self, elements: Tensor | None, left: Left | None, traced: TracedBlockMask | None, call: Call,
@@ -281,7 +266,7 @@ class Plan:
             saved = self._saved(o, lse, runtime.driver.contiguous(workspace))
             return runtime.driver.backward(*family, call, saved, *rest)
 
-        return _program(described, (elements, left, traced, call, workspace, *tensors))
+        return runtime.program.Program.of(described, (elements, left, traced, call, workspace, *tensors))
 
     def _saved(self, o: Tensor, lse: Tensor, workspace: Tensor) -> Saved:
         """What forward left."""

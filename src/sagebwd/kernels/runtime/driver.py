@@ -122,9 +122,11 @@ def _at_widths(family: ModuleType, form: tuple[int, int], call: Call) -> Call:
 
 
 def _filled(x: Tensor | None, width: int) -> Tensor | None:
-    """x with zeros up to a width: scores, scales and means stay, the output and gradients gain zeros."""
+    """x with zeros up to a width, laid out as it is: scores, scales and means stay, results gain zeros."""
     if x is None or x.shape[-1] == width:
         return x
+    if x.dim() == 4 and x.stride(1) < x.stride(2):  # results lie as these rows do
+        return _filled(x.transpose(1, 2), width).transpose(1, 2)
     wide = zeros((*x.shape[:-1], width), x.dtype, x.device)
     copy(wide[..., : x.shape[-1]], x)
     return wide

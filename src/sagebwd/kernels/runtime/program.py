@@ -9,6 +9,7 @@ identity. Programs keep no memory of a GPU. Outside of a description the same fu
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -168,6 +169,16 @@ def _cached(run: Callable[[], T]) -> T:
         triton.knobs.cache.dir = str(other)
         _told.add(TRITONS)  # by that warning: no later process finds anything
         return run()
+
+
+def collect() -> None:
+    """Collect what compilers leave, unless a user turned that off.
+
+    Python would look for it in a later step, which would take .1 to .3 s where a process has many objects.
+    """
+    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if gc.isenabled() and not is_capturing:
+        gc.collect()
 
 
 def say_what_takes_long(whose: str, folder: str) -> None:
@@ -358,8 +369,11 @@ class Program:
         """Describe ``function(*given)``; rooms: of outputs that a workspace keeps, offset and bytes there."""
         inputs: list[Tensor] = []
         device = next(x.device for x in leaves_of(given) if isinstance(x, Tensor))
+        began = time.perf_counter()
         with _describing() as builder:
             outputs = function(*_described(given, inputs))
+        if time.perf_counter() - began > COMPILING_SECONDS:
+            collect()
         rooms = {n: room for n, room in (rooms or {}).items() if outputs[n] is not None}
         return cls(builder, inputs, outputs, device, rooms)
 
