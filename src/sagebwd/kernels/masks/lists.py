@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.cache import TAKEN
 from sagebwd.kernels.masks import list_kernels
-from sagebwd.kernels.runtime.program import dense
+from sagebwd.kernels.runtime.alignment import aligned_rows
 from sagebwd.masks.band import Band
 from sagebwd.masks.mask import TILE, Mask
 
@@ -35,10 +34,8 @@ class Listed(NamedTuple):
         def cut(x: Tensor) -> Tensor:
             return x[batch if x.shape[0] > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
 
-        lists = cut(self.lists)
-        if lists.data_ptr() % TAKEN:  # elsewhere other kernels would read them; they are short
-            lists = dense(lists)
-        return self._replace(elements=self.elements if self.is_tiled else cut(self.elements), lists=lists)
+        elements = self.elements if self.is_tiled else cut(self.elements)
+        return self._replace(elements=elements, lists=aligned_rows(cut(self.lists)))  # which are short
 
 
 class Lists(NamedTuple):
