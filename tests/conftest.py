@@ -58,6 +58,14 @@ def no_plans():
         sys.modules["sagebwd.cache"].PLANS.clear()
 
 
+@pytest.fixture(autouse=True)
+def products_of_fp32():
+    """Transformers' Trainer turns TF32 on with torch_compile, for the process: later tests compare with FP32."""
+    before = torch.backends.fp32_precision
+    yield
+    torch.backends.fp32_precision = before
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Two test processes share two cores."""
