@@ -89,8 +89,9 @@ class Strict(torch.autograd.Function):
     def forward(ctx, q, k, v, mask, options):
         for x in (q, k, v):
             assert operands.is_in_place(x, x.data_ptr())
-        if mask is not None and mask.is_floating_point():
-            assert operands.is_in_place(mask, mask.data_ptr(), rows=False)
+        if mask is not None:
+            assert mask.shape[-1] == k.shape[-2]
+            assert not mask.is_floating_point() or operands.is_in_place(mask, mask.data_ptr(), rows=False)
         ctx.save_for_backward(q, k, v, mask)
         ctx.options = options
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
@@ -135,13 +136,23 @@ def test_torch_is_given_operands_in_place(which, name, strict):
 @pytest.mark.parametrize("name", [*IN_PLACE, "off", "apart", "turned"])
 def test_torch_is_given_a_bias_in_place(name, strict):
     q, k, v, do = draw()
-    for shape in ((12, 12), (2, 1, 12, 12), (1, 4, 1, 12)):
+    for shape in ((12, 12), (2, 1, 12, 12), (1, 4, 1, 12), (2, 1, 12, 1)):
         bias = torch.randn(shape)
         exact = outcome((q, k, v), do, attn_mask=bias, recipe="full")
         lying = bias if name == "side by side" and bias.dim() < 4 else (IN_PLACE | ELSEWHERE)[name](bias)
         for given in (lying, lying.expand(*lying.shape[:-2], 12, 12)):
             for found, expected in zip(outcome((q, k, v), do, attn_mask=given), exact):
                 torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 12, 1), (1, 4, 1, 1)])
+def test_torch_is_given_a_boolean_mask_of_all_keys(shape, strict):
+    """Regression: its memory-efficient kernel raised at a mask of one key for all."""
+    q, k, v, do = draw()
+    mask = torch.ones(shape, dtype=torch.bool)
+    for given in (mask, mask.expand(2, 4, 12, 1)):
+        for found, expected in zip(outcome((q, k, v), do, attn_mask=given), outcome((q, k, v), do, recipe="full")):
+            torch.testing.assert_close(found, expected)
 
 
 def test_what_is_in_place_is_not_copied(strict, monkeypatch):

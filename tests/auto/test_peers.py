@@ -144,6 +144,8 @@ def test_peers_run_what_is_theirs(measured, install):
     assert runs(of=Size(128, 64, 16, 16)) == TORCH, "aligned bottom right, where ours is top left"
     assert runs(of=Size(64, 128, 16, 16)) == FA3
     assert runs(ASK._replace(kind=WINDOW), Size(64, 128, 16, 16)) == TORCH
+    found = [runs(of=Size(64, 64, heads, 1)) for heads in (65535, 65536)]
+    assert found == [FA3, TORCH], "more programs than a grid has beside its first dimension"
     assert runs(ASK._replace(head_dim=120, value_dim=120)) == TORCH, "of a width that was not timed"
     assert runs(planned=False) == TORCH
 

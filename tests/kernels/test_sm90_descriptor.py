@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from sagebwd.call import Packing, empty_gradients
+from sagebwd.kernels.runtime.alignment import TMA_BYTES
 from sagebwd.kernels.sm90.backward.descriptor import Rows, empty_by_head, gradient_blocks
 
 BATCH, HEADS, TOKENS, HEAD_DIM = 2, 3, 5, 16
@@ -15,6 +16,7 @@ LAYOUTS = {
     "of a fused projection": lambda: torch.randn(BATCH, TOKENS, 3, HEADS, HEAD_DIM)[:, :, 1].transpose(1, 2),
     "tokens first": lambda: torch.randn(TOKENS, BATCH, HEADS, HEAD_DIM).permute(1, 2, 0, 3),
     "apart by what TMA does not take": lambda: torch.randn(BATCH, HEADS, TOKENS, HEAD_DIM + 1)[..., :HEAD_DIM],
+    "heads apart by what TMA does not take": lambda: heads_apart(BATCH, TOKENS).transpose(1, 2),
 }
 PACKED = {
     "by token": lambda: torch.randn(TOKENS, HEADS, HEAD_DIM),
@@ -22,11 +24,20 @@ PACKED = {
     "apart by what TMA does not take": lambda: torch.randn(TOKENS, HEADS * HEAD_DIM + 1)[:, :-1].unflatten(
         1, (HEADS, -1)
     ),
+    "heads apart by what TMA does not take": lambda: heads_apart(TOKENS),
 }
+
+
+def heads_apart(*tokens: int) -> torch.Tensor:
+    """(*tokens, heads, head_dim), of which each token's first head alone begins at a multiple of 16 bytes."""
+    pitch = HEAD_DIM + 2
+    row = HEADS * pitch + -HEADS * pitch % 4
+    return torch.randn(*tokens, row)[..., : HEADS * pitch].unflatten(-1, (HEADS, pitch))[..., :HEAD_DIM]
 
 
 def row(rows: Rows, batch: int, head: int, token: int) -> torch.Tensor:
     """What a kernel reads there."""
+    assert all(x * rows.x.element_size() % TMA_BYTES == 0 for x in (rows.pitch, rows.column))
     matrix = rows.x.as_strided((rows.rows, rows.columns), (rows.pitch, 1), rows.x.storage_offset())
     return matrix[batch * rows.batch + head * rows.head + token, head * rows.column :][: rows.x.shape[-1]]
 

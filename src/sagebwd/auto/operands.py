@@ -144,13 +144,18 @@ class _GradientInPlace(torch.autograd.Function):
         return as_output(do, ctx.strides)
 
 
-def bias_in_place(bias: Tensor) -> Tensor:
-    """A floating point mask that torch reads as it lies, whose rows may have any stride."""
-    if bias.device.type in ANYWHERE or bias.shape[-1] == 1:
-        return bias
-    if 0 in bias.stride():  # of what is there again and again one is enough
-        bias = bias[tuple(slice(0, 1 if s == 0 else None) for s in bias.stride())]
-    return in_place(bias, rows=False)
+def mask_in_place(mask: Tensor, keys: int) -> Tensor:
+    """A mask that torch reads as it lies, whose rows may have any stride.
+
+    Of each of the keys it has an element of its own: torch's memory-efficient kernel raises at others.
+    """
+    if mask.device.type in ANYWHERE:
+        return mask
+    mask = mask.expand(*mask.shape[:-1], keys)
+    *outer, _ = mask.stride()
+    if 0 in outer:  # of what is there again and again one is enough
+        mask = mask[tuple(slice(0, 1 if s == 0 else None) for s in outer)]
+    return in_place(mask, rows=False)
 
 
 def in_place(x: Tensor, *, rows: bool = True) -> Tensor:

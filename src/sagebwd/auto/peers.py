@@ -28,6 +28,8 @@ _DTYPES = torch.bfloat16, torch.float16
 # FlashAttention-4's dQ is wrong by its own size at 72, 80 and 112 (`peer_gates` of benchmarks/results/attention_*).
 _RIGHT_GRADIENTS = 32
 _NO_BACKWARD = "FLASHATTENTION_DISABLE_BACKWARD"
+# Programs that CUDA launches along a grid's second and third dimension, where peers have heads and sequences.
+_MOST_HEADS = 65535
 
 
 @cache
@@ -90,7 +92,12 @@ def lacks_backward(peer: str) -> bool:
 
 
 def fits(kind: str, size: Size) -> bool:
-    """Whether a mask is a peer's own: theirs are aligned bottom right, dense ones of ours top left."""
+    """Whether a mask is a peer's own: theirs are aligned bottom right, dense ones of ours top left.
+
+    And whether it launches so many heads: FlashAttention-4's backward raises at more than a grid's sides have.
+    """
+    if size.heads > _MOST_HEADS:
+        return False
     if kind == WINDOW:
         return size.queries == size.keys
     return kind != CAUSAL or size.queries <= size.keys  # of more keys than queries the rest is cut off

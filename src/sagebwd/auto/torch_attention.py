@@ -119,7 +119,9 @@ def _by_torch(way: Way, grouped: bool, scale: float, bias: BandBias | None = Non
         if band is not None:
             mask = _banded(band, query, key, mask)
         if mask is not None and mask.dtype != torch.bool:
-            mask = operands.bias_in_place(_rounded(mask, query.dtype))
+            mask = operands.mask_in_place(_rounded(mask, query.dtype), key.shape[2])
+        elif mask is not None and mask.shape[-1] == 1:  # of others torch makes a bias in place
+            mask = operands.mask_in_place(mask, key.shape[2])
         return _sdpa(query, key, value, mask, dropout_p, **options)
 
     return run

@@ -108,7 +108,7 @@ class Rows(NamedTuple):
                 rows += head // pitch * (heads - 1)
                 return cls(x, rows, head_dim, pitch, batch // pitch, head // pitch, 0)
             columns = head * (heads - 1) + head_dim
-            if columns <= pitch:
+            if columns <= pitch and head * x.element_size() % TMA_BYTES == 0:
                 return cls(x, rows, columns, pitch, batch // pitch, 0, head)
         matrix = contiguous(packing.view(x))
         # sequences of a pack are no batch: each says where its tokens begin
