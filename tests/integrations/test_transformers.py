@@ -1,5 +1,7 @@
 """Llama and Qwen3 under attn_implementation="sagebwd": as under SDPA, padded and packed batches included."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -314,6 +316,37 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
             model(**inputs)
     finally:
         integration.register()
+
+
+@pytest.mark.parametrize("change", ["in place", "anew", "before it is loaded", "of a copy"])
+def test_a_saved_models_parts_follow_its_settings(tmp_path, change):
+    """Regression: what parts had been handed was saved as their own, whatever became of the whole's."""
+    config = clip(sagebwd={"recipe": "paper"})
+    config.sagebwd = {"recipe": "full"}
+    CLIPModel._from_config(config, attn_implementation="sagebwd").save_pretrained(tmp_path)
+    config = CLIPConfig.from_pretrained(tmp_path) if change != "of a copy" else copy.deepcopy(config)
+    if change in ("before it is loaded", "of a copy"):
+        config.sagebwd = {"recipe": "token"}
+    model = CLIPModel.from_pretrained(tmp_path, config=config, attn_implementation="sagebwd")
+    if change == "in place":
+        model.config.sagebwd["recipe"] = "token"
+    elif change == "anew":
+        model.config.sagebwd = {"recipe": "token"}
+    model(input_ids=tokens(1, 8), pixel_values=torch.rand(1, 3, 16, 16))
+    recipes = [settings(part, None)["recipe"] for part in (model.config.vision_config, model.config.text_config)]
+    assert recipes == ["token", "paper"]  # the text part has its own
+
+
+def test_a_parts_settings_that_are_changed_in_place_are_its_own(tmp_path):
+    """Regression: they were the whole's, in which a part's ``layers`` are refused."""
+    config = clip()
+    config.sagebwd = {"recipe": "full"}
+    model = CLIPModel._from_config(config, attn_implementation="sagebwd")
+    model.config.text_config.sagebwd["layers"] = {"0": {"recipe": "token"}}
+    model.save_pretrained(tmp_path)
+    config = CLIPModel.from_pretrained(tmp_path, attn_implementation="sagebwd").config
+    assert settings(config.text_config, 0)["recipe"] == "token"
+    assert settings(config.vision_config, 0)["recipe"] == "full"
 
 
 def retriever():

@@ -18,6 +18,8 @@ with extra("transformers"):
 
 NAME = "sagebwd"
 _SETTINGS = ("recipe", "impl")
+# Of settings that a part was handed, these once more: so a saved or copied config says that they are not its own.
+_INHERITED = "inherited"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
@@ -33,7 +35,7 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
         raise ValueError(f"config.sagebwd: got a {type(given).__name__}; accepted: a dictionary")
     if not isinstance(given.get("fuse", False), bool):
         raise ValueError(f"config.sagebwd: fuse is {given['fuse']!r}; accepted: True or False")
-    chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse")}
+    chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse", _INHERITED)}
     layers = given.get("layers")
     if layers:
         counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
@@ -134,18 +136,26 @@ def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
     given, before = getattr(model.config, NAME, None), model.__dict__.get("_handed_down")
     if given == before:
         return
-    if "layers" in (given or {}):
+    if isinstance(given, dict) and "layers" in given:
         raise ValueError(
             "config.sagebwd: layers is not known in a config of several parts; accepted: in that of one, as in "
             f"config.{next(iter(model.config.sub_configs))}.sagebwd"
         )
-    _give(model.config, given, before)
-    model._handed_down = given
+    settings(model.config, None)  # raises for what is none
+    _give(model.config, given)
+    model._handed_down = None if given is None else dict(given)  # which may be changed in place
 
 
-def _give(config: object, given: dict[str, object] | None, before: dict[str, object] | None) -> None:
-    """Parts that have what they were given ``before``: a model may call those of its parts past these."""
+def _give(config: object, given: dict[str, object] | None) -> None:
+    """Parts that have none of their own: a model may call those of its parts past these."""
     for part in _parts(config):
-        if getattr(part, NAME, None) in (None, before):
-            setattr(part, NAME, given)
-            _give(part, given, before)
+        own = getattr(part, NAME, None)
+        if own is None or (isinstance(own, dict) and _INHERITED in own and own == _handed(own[_INHERITED])):
+            setattr(part, NAME, None if given is None else _handed(given))
+            _give(part, given)
+
+
+def _handed(given: dict[str, object]) -> dict[str, object]:
+    """Settings as a part is handed them."""
+    plain = {key: value for key, value in given.items() if key != _INHERITED}
+    return {**plain, _INHERITED: plain}
