@@ -84,15 +84,16 @@ class SdpaReplacement:
         if inspect.isfunction(recipe):
             raise TypeError(f"recipe: got the function {recipe.__name__}; to decorate it write @replace_sdpa()")
         dispatch.check_known(impl)
-        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
+        tokens = checks.index(min_tokens)
+        if tokens is None:
             raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
-        if min_tokens < 0:
+        if tokens < 0:
             raise ValueError(f"min_tokens={min_tokens} must be at least 0")
         if unsupported not in ("original", "raise"):
             raise ValueError(f"unsupported={unsupported!r} is not known; accepted: 'original', 'raise'")
         self.recipe = Recipe.parse_or_auto(recipe)
         self.impl = impl
-        self.min_tokens = min_tokens
+        self.min_tokens = tokens
         self.unsupported = unsupported
         self._entered = False
         self._is_used = False  # by a refused call, or a replacement entered inside: neither is counted
