@@ -200,9 +200,17 @@ def _merged(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in a group, and how many there are. Raises ValueError where it is not in the group."""
+    """This process's rank in a group, and how many there are.
+
+    Raises TypeError for what is no group, and ValueError where the process is not in it.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
+    if group is not None and not isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise TypeError(
+            f"group: expected a process group or None, got {type(group).__name__}; a DeviceMesh has one, as "
+            'mesh.get_group("cp")'
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"group: process {dist.get_rank()} is not in it; give the group of which it is a part")
