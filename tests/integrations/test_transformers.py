@@ -32,6 +32,7 @@ from transformers import (
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers_settings import settings
+from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import cosine, relative_l2
 
 pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
@@ -252,12 +253,23 @@ def test_unknown_setting_raises():
         ({True: {}}, "layers has True"),
         ({0: {}, "0": {}}, "layers has 0 twice"),
         ({"0": {"recip": "full"}}, "'recip' is not known"),
+        ({"0": "full"}, r"layers has 'full' for '0'; accepted: a dictionary, as \{'0': \{'recipe': 'full'\}\}"),
+        ({"0": {}, "1": None}, "layers has None for '1'; accepted"),
+        (["full", "token"], r"layers is \['full', 'token'\]; accepted: a dictionary"),
     ],
 )
 def test_layers_that_there_are_not(layers, message):
     model = build("llama", "token")
     model.config.sagebwd = {"layers": layers}
     with pytest.raises(ValueError, match=message):
+        model(input_ids=tokens(1, 8))
+
+
+def test_a_recipe_in_a_config_is_a_text():
+    """Regression: a Recipe ran, and the config could not be saved once the model was trained."""
+    model = build("llama", "token")
+    model.config.sagebwd = {"recipe": Recipe.parse("token(o=16bit)")}
+    with pytest.raises(ValueError, match=r"recipe is a Recipe, which could not.*its text, 'token\(o=16bit\)'"):
         model(input_ids=tokens(1, 8))
 
 

@@ -11,13 +11,14 @@ from torch import nn
 
 from sagebwd.extras import extra
 from sagebwd.integrations.transformers_masks import USE_INSTEAD
-from sagebwd.recipe import AUTO
+from sagebwd.recipe import AUTO, Recipe
 
 with extra("transformers"):
     from transformers import PreTrainedModel
 
 NAME = "sagebwd"
 _SETTINGS = ("recipe", "impl")
+_EXAMPLE = {"0": {"recipe": "full"}}
 # Of settings that a part was handed, these once more: so a saved or copied config says that they are not its own.
 _INHERITED = "inherited"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -26,9 +27,9 @@ _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_l
 def settings(config: object, layer: int | None) -> dict[str, object]:
     """The recipe and impl of one layer, from ``config.sagebwd``.
 
-    Raises ValueError for a key that is not one of recipe, impl, fuse and layers, for a fuse that is not True or False
-    and for layers that the model does not have; NotImplementedError for layers where an attention does not know its
-    own.
+    Raises ValueError for a key that is not one of recipe, impl, fuse and layers, for a fuse that is not True or False,
+    for a recipe that is no text and for layers that the model does not have; NotImplementedError for layers where an
+    attention does not know its own.
     """
     given = getattr(config, NAME, None) or {}
     if not isinstance(given, dict):
@@ -40,10 +41,16 @@ def settings(config: object, layer: int | None) -> dict[str, object]:
     if layers:
         counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
         chosen |= _layer(layers, layer, max((count for count in counts if isinstance(count, int)), default=None))
-    unknown = sorted(set(chosen) - set(_SETTINGS))
+    unknown = [key for key in chosen if key not in _SETTINGS]
     if unknown:
         raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, fuse, layers")
-    return {"recipe": chosen.get("recipe", AUTO), "impl": chosen.get("impl")}
+    recipe = chosen.get("recipe", AUTO)
+    if isinstance(recipe, Recipe):
+        raise ValueError(
+            "config.sagebwd: recipe is a Recipe, which could not be saved in config.json; give its text, "
+            f"{str(recipe)!r}"
+        )
+    return {"recipe": recipe, "impl": chosen.get("impl")}
 
 
 def settings_of(module: nn.Module) -> dict[str, object]:
@@ -65,8 +72,14 @@ def fuse_of(config: object) -> bool | None:
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:
     """One layer's own settings, of keys that are numbers or, as JSON has them, texts."""
+    if not isinstance(layers, dict):
+        raise ValueError(f"config.sagebwd: layers is {layers!r}; accepted: a dictionary, as {_EXAMPLE}")
     numbered = {}
     for key, value in layers.items():
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"config.sagebwd: layers has {value!r} for {key!r}; accepted: a dictionary, as {_EXAMPLE}"
+            )
         number = int(key) if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()) else -1
         if isinstance(key, bool) or number < 0 or (count is not None and number >= count):
             known = "a layer's index" if count is None else f"0 to {count - 1}"
