@@ -107,7 +107,7 @@ def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tu
         raise TypeError(f"is_causal={is_causal!r} must be True or False")
     if not is_number(scale):
         raise TypeError(f"scale={scale!r} must be a number or None")
-    if not abs(scale) < 1e308:  # NaN too, and integers that no float holds; math.isfinite cannot be traced
+    if not is_finite(scale):
         raise ValueError(f"scale={scale} must be finite")
     return float(scale), _window(window)
 
@@ -128,6 +128,11 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
 def is_number(x: object) -> bool:
     """Whether x is a real number, of numpy too, or a symbol of a trace."""
     return isinstance(x, (kinds.Real, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool)
+
+
+def is_finite(x: float) -> bool:
+    """Whether a number is one of a float, which NaN and integers of over 300 digits are not."""
+    return abs(x) < 1e308  # math.isfinite cannot be traced
 
 
 def index(x: object) -> int | None:

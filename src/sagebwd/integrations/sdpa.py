@@ -13,7 +13,6 @@ inside the context too (docs/integrations/sdpa.md).
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import warnings
 from collections import Counter
@@ -416,7 +415,7 @@ def _reason_in_options(call: SdpaCall) -> str | None:
         return "dropout"
     if not isinstance(call.is_causal, bool):
         return "is_causal is not a bool"
-    if call.scale is not None and not _is_finite_number(call.scale):
+    if call.scale is not None and not (checks.is_number(call.scale) and checks.is_finite(call.scale)):
         return "scale is not a finite number"
     if call.attn_mask is None:
         return None
@@ -438,11 +437,6 @@ def _reason_in_mask(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     full = *query.shape[:-1], key.shape[-2]
     fits = 2 <= mask.dim() <= query.dim() and all(n in (1, size) for n, size in zip(mask.shape[::-1], full[::-1]))
     return None if fits else "attn_mask does not broadcast"
-
-
-def _is_finite_number(scale: object) -> bool:
-    numbers = (int, float, torch.SymFloat, torch.SymInt)
-    return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
 
 
 def _reason_of_kind(call: SdpaCall, window: tuple[int, int] | None, settings: SdpaReplacement) -> str | None:
