@@ -21,7 +21,7 @@ from sagebwd.masks.band import UNLIMITED, Band
 
 DOCUMENTS, ELEMENTS, CHUNKS = "documents", "elements", "chunks"
 """Documents of several lengths, and the same as a tensor of all pairs; chunks of an eighth. Causal."""
-CAUSAL_FRAMES, CAUSAL_FRAMES_14B, TEACHER_FORCING = VIDEO = "causal-frames", "causal-frames-14b", "teacher-forcing"
+CAUSAL_FRAMES, CAUSAL_FRAMES_14B, TEACHER_FORCING = "causal-frames", "causal-frames-14b", "teacher-forcing"
 """Frames of 480 x 832 pixels in Wan 2.1's latents, of its models of 1.3 and 14 billion parameters."""
 IMAGES = "image-blocks"
 """A text with an image in each `IMAGE_EVERY` tokens, as in Gemma 3."""

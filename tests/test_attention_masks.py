@@ -106,6 +106,23 @@ def test_gradients_of_outputs_of_queries_that_see_nothing_set_no_scale(recipe):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("position", [{"is_causal": True}, {"window": (9, 0)}], ids=["causal", "window"])
+@pytest.mark.parametrize("recipe", ["token", "mixed", "full"])
+def test_keys_that_no_query_sees_by_its_position_count_nowhere(recipe, position, masked):
+    """As of a cache that is longer than the prompt, whatever lies there: NaN, and numbers that would set scales."""
+    (q, k, v), do = inputs(dtype=torch.float32)
+    options = {"enable_gqa": True, "recipe": recipe, "return_lse": True, **position}
+    mask = torch.rand(1, 1, 70, 90) > 0.3 if masked else None
+    cut = [x.detach()[:, :, :70].requires_grad_() for x in (q, k, v)]
+    expected = outcome(sage_attention, cut, do, attn_mask=None if mask is None else mask[..., :70], **options)
+    for beyond in (float("nan"), 3e4):
+        whole = [q, *(F.pad(x.detach(), (0, 0, 0, 20), value=beyond).requires_grad_() for x in cut[1:])]
+        o, lse, dq, dk, dv = outcome(sage_attention, whole, do, attn_mask=mask, **options)
+        torch.testing.assert_close((o, lse, dq, dk[:, :, :70], dv[:, :, :70]), tuple(expected), rtol=0, atol=0)
+        assert not torch.cat((dk, dv), -1)[:, :, 70:].count_nonzero()
+
+
 def test_large_biases_are_numbers():
     """-1e9 hides beside other keys; where all keys have it, the output is that of none, and gradients are finite."""
     (q, k, v), do = inputs((1, 1, 20, 20), 1, torch.float32)

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from sagebwd import checks, dispatch, ops, switches
 from sagebwd import sinks as epilogue
-from sagebwd.arguments import Arguments, arguments_of, autocast, in_four_dimensions, packed_arguments_of
+from sagebwd.arguments import (
+    Arguments,
+    arguments_of,
+    autocast,
+    in_four_dimensions,
+    packed_arguments_of,
+    within_reach,
+)
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import torch_attention
 from sagebwd.auto.contenders import CUDNN, PEERS, handed_over
@@ -148,6 +155,9 @@ def sage_attention(
         return tuple(x.reshape(shape) for x, shape in zip(outcome, wanted))
     checked = arguments_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
     mask_argument.check(block_mask, checked.query, checked.key)
+    fewer = within_reach(checked, key, value, attn_mask, block_mask)
+    if fewer is not None:
+        return sage_attention(query, *fewer, dropout_p, is_causal, scale, enable_gqa, **options)
     if block_mask is not None and mask is None:  # a BlockMask that is read now
         mask = mask_argument.read_now(block_mask)
         kind = kind_of(given, mask, recipe, window, settings)

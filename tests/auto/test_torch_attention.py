@@ -337,6 +337,20 @@ def test_a_trace_knows_whether_a_call_trains(monkeypatch):
     assert TRACED == [True, False]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_bias_of_more_digits_than_queries_keeps_those_that_count(is_causal):
+    """ALiBi by the key's place, in FP32, is far from 0, where BF16 has steps of 1."""
+    q, k, v = torch.randn(3, 1, 2, 300, 16, dtype=torch.bfloat16).unbind()
+    bias = torch.arange(300.0).div(2).expand(300, 300).clone()
+    seen = torch.ones(300, 300, dtype=torch.bool).tril(0 if is_causal else 300)
+    doubles = (x.double() for x in (q, k, v))
+    exact = F.scaled_dot_product_attention(*doubles, bias.double().masked_fill(~seen, float("-inf")))
+    found = sage_attention(q, k, v, bias, is_causal=is_causal)
+    assert relative_l2(found, exact) < 0.01
+    bias[7] = float("-inf")
+    assert torch.equal(sage_attention(q, k, v, bias, is_causal=is_causal)[:, :, 8:], found[:, :, 8:])
+
+
 def test_a_bias_gets_its_gradient_in_later_calls_too(monkeypatch):
     monkeypatch.setattr(auto_choice, "_costs", lambda card, planned, *asked: False)  # nothing else is torch's
     x, bias = torch.randn(1, 2, 20, 16), torch.zeros(20, 20)

@@ -119,10 +119,20 @@ def _by_torch(way: Way, grouped: bool, scale: float, bias: BandBias | None = Non
         if band is not None:
             mask = _banded(band, query, key, mask)
         if mask is not None and mask.dtype != torch.bool:
-            mask = operands.bias_in_place(mask.to(query.dtype))
+            mask = operands.bias_in_place(_rounded(mask, query.dtype))
         return _sdpa(query, key, value, mask, dropout_p, **options)
 
     return run
+
+
+def _rounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in a dtype that may have fewer digits, of which each query's largest keys get most.
+
+    Their largest is taken off first, which changes no weight.
+    """
+    if torch.promote_types(bias.dtype, dtype) != dtype and bias.shape[-1] > 0:
+        bias = bias - bias.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(bias.dtype).min)
+    return bias.to(dtype)
 
 
 class BandBias(NamedTuple):
