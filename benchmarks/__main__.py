@@ -149,7 +149,7 @@ def attention(
                 console.print(line, markup=False)
             for name, reason in measured[-1].peer_gates.items():
                 console.print(f"{name} does not count here, {reason}", markup=False)
-    console.print(f"wrote {path} and {benchmark.save_csv([*kept, *rows], path)}")
+    console.print(f"wrote {path} and {benchmark.save_csv([*kept, *rows], path)}", markup=False)
     compared = {"the best baseline": "peer", "FlashAttention-2": "fa2"}
     if not baselines.may_claim_best(benchmark.timed_both_ways(rows), device):
         del compared["the best baseline"]
@@ -169,7 +169,7 @@ def attention(
     for line in low_bit.comparisons(rows) if len(grid) > 1 else ():
         console.print(f"all shapes: {line}", markup=False)
     if any(shapes.on_grid(asdict(row)) and row.gate == "ok" for row in rows):
-        console.print(f"wrote {plot_attention(path)}")
+        console.print(f"wrote {plot_attention(path)}", markup=False)
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")
 
@@ -240,7 +240,7 @@ def packed_skew(
         over = "" if row.over is None else f"{row.over:.2f}x"
         table.add_row(row.case, *(peaks if row.gate == "ok" else ["[red]FAILED[/red]", ""]), over)
     console.print(table)
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     if any(row.gate != "ok" for row in rows):
         raise ValueError("some cases FAILED the correctness gate: their results are wrong, do not use them")
     above = [row.case for row in rows if row.over is not None and row.over > benchmark.MOST]
@@ -327,7 +327,7 @@ def masks(
                     console.print(f"{row.attention}: {row.gate}", markup=False, highlight=False, soft_wrap=True)
     if not rows:
         raise ValueError(f"--seconds {seconds:g}: no mask was timed; give more")
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     if any(row.gate.startswith("FAILED") for row in rows):
         raise ValueError("some masks FAILED the correctness gate: their results are wrong, do not use them")
 
@@ -418,7 +418,7 @@ def block(
             console.print(_block_table(str(shape), measured))
     if not rows:
         raise ValueError(f"--seconds {seconds:g}: no shape was timed; give more")
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     ours = [row for row in rows if row.name == benchmark.FUSED]
     if any(row.gate != "ok" for row in ours):
         raise ValueError("some shapes FAILED the correctness gate: their results are wrong, do not use them")

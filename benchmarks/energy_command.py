@@ -79,7 +79,7 @@ def energy(
             rows = energy_products.measure(energy_products.microloads(device), **settings, tell=tell)
         console.print(_products_table(rows))
         console.print(_slowed(rows), end="")
-        console.print(f"wrote {save(rows, facts, output, 'energy-products')}", soft_wrap=True)
+        console.print(f"wrote {save(rows, facts, output, 'energy-products')}", soft_wrap=True, markup=False)
         return
     lengths = [commands.tokens_of(text) for text in tokens or ("4K", "16K")]
     grid = (
@@ -108,7 +108,7 @@ def energy(
                 console.print(_slowed(found), end="")
             # anew with every shape: one that is cut off has what it measured
             path = save([*kept, *rows], facts, output, kind)
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     if not passes and not may_claim_best(timed_both_ways(rows), device):
         console.print("no claim over the best baseline: FlashAttention-4 or -3 is not among these")
     if any(row.gate == "FAILED" for row in rows):

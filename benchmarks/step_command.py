@@ -100,7 +100,7 @@ def step(
                 continue
             except BrokenDevice as error:
                 if path:
-                    console.print(f"wrote {path}", soft_wrap=True)
+                    console.print(f"wrote {path}", soft_wrap=True, markup=False)
                 raise ValueError(f"{case}: {error}; give the others by --attention") from error
             longest = max(longest, time.perf_counter() - began)
             rows += measured
@@ -114,7 +114,7 @@ def step(
     if not rows:
         ways = "more --seconds, models whose packages are installed, or attentions that they have"
         raise ValueError(f"no model was timed: give {ways}")
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     if any(row.gate.startswith("wrong") for row in rows if step_attentions.is_ours(row.attention)):
         raise ValueError("some of ours are wrong: do not use their results")
 

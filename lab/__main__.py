@@ -55,7 +55,7 @@ def pretrain(
 
         run(chosen, run_dir, resume)
     if processes.is_first():
-        console.print(f"finished: {run_dir / RESULT}")
+        console.print(f"finished: {run_dir / RESULT}", markup=False)
 
 
 @app.command()
@@ -83,7 +83,7 @@ def compare(
         outcomes = comparison.compare(chosen, folder, only, jobs)
     if processes.is_first():
         console.print(comparison.table(outcomes))
-        console.print(f"report: {folder / 'report.html'}")
+        console.print(f"report: {folder / 'report.html'}", markup=False)
 
 
 app.command()(seeds.seeds)
@@ -100,7 +100,9 @@ def tokenize(config: ConfigFile, setting: Setting = None) -> None:
     with interruptible("nothing was written, token files are made whole"):
         tokens = data.load(chosen)
     counts = f"{len(tokens.train):,} training and {len(tokens.held_out):,} held-out tokens"
-    console.print(f"{counts}, vocabulary {tokens.vocabulary:,}: {data.token_folder(chosen)}", soft_wrap=True)
+    console.print(
+        f"{counts}, vocabulary {tokens.vocabulary:,}: {data.token_folder(chosen)}", soft_wrap=True, markup=False
+    )
 
 
 app.command("continue")(continued.continued)

@@ -241,6 +241,9 @@ REFUSED = [
     ({"is_causal": 1}, TypeError, "is_causal=1 must be True or False"),
     ({"scale": "auto"}, TypeError, "scale='auto' must be a number"),
     ({"scale": math.nan}, ValueError, "scale=nan must be finite"),
+    ({"scale": 10**400}, ValueError, "0 must be finite"),
+    ({"recipe": "token(dq=16bit, dq=int8)"}, ValueError, "'token(dq=16bit, dq=int8)' has dq twice"),
+    ({"recipe": "token(block_k=\u00b2)"}, ValueError, "block_k='\u00b2' is not supported; accepted: 16"),
     ({"window": 5}, ValueError, "window=5 must be None or (left, right)"),
     ({"window": 5}, ValueError, "a query's last 5 tokens, its own among them, are (4, 0)"),
     ({"window": (5, -2)}, ValueError, "window=(5, -2) must hold two integers"),
@@ -255,6 +258,15 @@ REFUSED = [
 def test_refused(change, error, message):
     with pytest.raises(error, match=re.escape(message)):
         sage_attention(**{"query": Q, "key": K, "value": V} | change)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Regression: those that are no float of Python's were refused; torch's own attention takes them."""
+    numpy = pytest.importorskip("numpy")
+    expected = sage_attention(Q, K, V, scale=0.5)
+    given = {"scale": numpy.float32(0.5), "dropout_p": numpy.float16(0)}
+    assert torch.equal(sage_attention(Q, K, V, **given), expected)
+    assert torch.equal(sage_attention(Q, K, V, scale=numpy.int64(1)), sage_attention(Q, K, V, scale=1.0))
 
 
 REFUSED_PACKED = [

@@ -40,7 +40,7 @@ def continued(
     for compared in sorted(folder.glob(f"lr-*/{COMPARISON}")):
         for exact in (False, True):
             where = "in full precision" if exact else "by each run's own attention"
-            console.print(f"\n{compared.parent.name}, evaluated {where}")
+            console.print(f"\n{compared.parent.name}, evaluated {where}", markup=False)
             try:
                 console.print(measured.table(measured.gaps([compared.parent], None, margin, exact), margin))
             except ValueError as error:  # no baseline has ended, so far or at this learning rate
@@ -64,4 +64,4 @@ def token_file(
         from lab.training.continued import tokens
     with progress() as tell:
         count = tokens.write(model, text, output, most, tell)
-    console.print(f"{output}: {count:,} tokens")
+    console.print(f"{output}: {count:,} tokens", markup=False)

@@ -68,7 +68,7 @@ def gaussian(
         write_whole(output, json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     console.print(table)
     if output is not None:
-        console.print(f"wrote {output}")
+        console.print(f"wrote {output}", markup=False)
 
 
 def _or(given: int | None, default: int) -> int:

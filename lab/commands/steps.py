@@ -79,7 +79,7 @@ def bench_training(
                 path = save(rows, facts, output, name)
             console.print(tables.table(measured))
             console.print(tables.parts_table(measured))
-            console.print(f"wrote {path}")
+            console.print(f"wrote {path}", markup=False)
     processes.leave()
     if any(row.gate == "FAILED" for row in rows):
         raise ValueError("an attention FAILED: its gradients are wrong, do not use it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers as kinds
 import operator
 import sys
 import threading
@@ -105,9 +105,9 @@ def numbers(is_causal: bool, scale: float, window: tuple[int, int] | None) -> tu
     """The scale as a float, and the window as two integers, at most `FARTHEST`."""
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal={is_causal!r} must be True or False")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+    if not is_number(scale):
         raise TypeError(f"scale={scale!r} must be a number or None")
-    if not abs(scale) < math.inf:  # NaN too; math.isfinite cannot be traced
+    if not is_finite(scale):
         raise ValueError(f"scale={scale} must be finite")
     return float(scale), _window(window)
 
@@ -116,16 +116,26 @@ def _window(window: tuple[int, int] | None) -> tuple[int, int]:
     if window is None:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        size = _index(window)
+        size = index(window)
         instead = "" if size is None else f"; a query's last {size} tokens, its own among them, are ({size - 1}, 0)"
         raise ValueError(f"window={window!r} must be None or (left, right) in tokens, -1 for no limit{instead}")
-    left, right = map(_index, window)
+    left, right = map(index, window)
     if left is None or right is None or left < -1 or right < -1:
         raise ValueError(f"window={window!r} must hold two integers, each at least 0, or -1 for no limit")
     return min(left, FARTHEST), min(right, FARTHEST)
 
 
-def _index(x: object) -> int | None:
+def is_number(x: object) -> bool:
+    """Whether x is a real number, of numpy too, or a symbol of a trace."""
+    return isinstance(x, (kinds.Real, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool)
+
+
+def is_finite(x: float) -> bool:
+    """Whether a number is one of a float, which NaN and integers of over 300 digits are not."""
+    return abs(x) < 1e308  # math.isfinite cannot be traced
+
+
+def index(x: object) -> int | None:
     """x as an int, where it is an integer, of numpy too; a symbol of a trace as it is. None for what is none."""
     if isinstance(x, (int, torch.SymInt)):
         return None if isinstance(x, bool) else x
@@ -255,7 +265,7 @@ def only_torch(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: flo
 
     Raises for a dropout_p that is no probability.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float, torch.SymFloat, torch.SymInt)):
+    if not is_number(dropout_p):
         raise TypeError(f"dropout_p={dropout_p!r} must be a number")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p={dropout_p} must be at least 0 and at most 1")
@@ -340,7 +350,7 @@ def packing(
 
 
 def _longest(name: str, given: object) -> int:
-    tokens = _index(given)
+    tokens = index(given)
     if tokens is not None and torch.compiler.is_compiling():
         torch._check(tokens >= 0)  # of a length that was read in the graph nothing else is known
     elif tokens is None or tokens < 0:

@@ -137,7 +137,7 @@ def missing(row: Row) -> str | None:
 
 def check_known(impl: str | None) -> None:
     """Raises ValueError for the name of no implementation; None is the fastest."""
-    if impl is not None and impl not in FAMILIES:
+    if impl is not None and impl not in list(FAMILIES):  # a list has no hash
         raise ValueError(f"impl={impl!r} is not known; accepted: None, {', '.join(map(repr, FAMILIES))}")
 
 

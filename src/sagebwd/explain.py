@@ -89,7 +89,7 @@ def _explained(asked: Callable, attention: Callable, arguments: tuple, options: 
         raise TypeError(f"{asked.__name__}: {error}; accepted: {', '.join(signature.parameters)}") from None
     card = given.pop("device", None)
     known = model.of_this_project()
-    if card is not None and card not in known:
+    if card is not None and card not in list(known):  # a list has no hash
         raise ValueError(f"device={card!r} was not timed; accepted: {', '.join(map(repr, known))}")
     choice, checked = choice_of(attention, **given, card=card)
     return explained(choice, checked.ask, checked.size, given.get("recipe", AUTO), card)

@@ -199,11 +199,13 @@ def _parse_fields(text: str, arguments: str) -> dict[str, object]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not value:
             raise ValueError(f"recipe: cannot read {pair.strip()!r} in {text!r}; expected field=value")
+        if name in fields:
+            raise ValueError(f"recipe: {text!r} has {name} twice")
         _check_fields([name])
         if value in ("True", "False"):
             fields[name] = value == "True"
         else:
-            fields[name] = int(value) if value.isdigit() else value
+            fields[name] = int(value) if value.isdecimal() else value
     return fields
 
 

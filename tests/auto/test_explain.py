@@ -114,6 +114,8 @@ def test_a_card_answers_where_it_is_not(device):
     assert "4096 tokens, packed at head_dim 128, forward" in found.why or "torch has nothing" in found.why
     with pytest.raises(ValueError, match=r"GTX 970. was not timed; accepted: .NVIDIA H100 80GB HBM3., .NVIDIA H"):
         sagebwd.explain(q, q, q, device="GTX 970")
+    with pytest.raises(ValueError, match=r"device=\['NVIDIA H200'\] was not timed"):
+        sagebwd.explain(q, q, q, device=["NVIDIA H200"])
 
 
 def test_on_a_card_that_is_not_here_autocast_counts(monkeypatch):

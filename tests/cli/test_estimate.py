@@ -38,6 +38,7 @@ def test_a_call_that_auto_hands_over_gains_nothing():
         ({"batch": 0}, "batch=0"),
         ({"intermediate": 0}, "intermediate=0"),
         ({"kv_heads": 3}, "kv_heads=3"),
+        *(({name: 10**320}, f"{name}=10*0 must be") for name in ("hidden", "layers", "tokens", "vocabulary")),
     ],
 )
 def test_what_was_not_timed_is_refused(given, told):

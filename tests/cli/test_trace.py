@@ -187,3 +187,13 @@ def test_a_text_that_cannot_be_read_is_named(command, monkeypatch, tmp_path, nam
     code, _, err = command("trace", "--model", "any", "--text", tmp_path / name)
     assert code == 2
     assert f"text='{tmp_path / name}': {told}" in err
+
+
+def test_a_path_is_printed_as_it_is(command, captured, tmp_path):
+    """Regression: what stands in brackets was taken for a style: left out, or an error once all was measured."""
+    loaded, output = tmp_path / "[bold] in.safetensors", tmp_path / "out[" / "b].json"
+    loaded.write_bytes(captured.read_bytes())
+    code, out, err = command("trace", "--load", loaded, "--output", output, "--layers", "0", "--heads", "0")
+    assert code == 0, err
+    assert "[bold] in.safetensors" in out
+    assert f"wrote {output}" in out

@@ -57,6 +57,8 @@ def test_a_text_of_a_model(tmp_path, monkeypatch):
     assert [window.shape for window in plain] == [(1, 128), (1, 128)]  # its positions
     packed = models.text_windows(model, run / "model", tmp_path / "text.txt.xz", count=2)
     assert all(torch.equal(one, other) for one, other in zip(plain, packed, strict=True))
+    with pytest.raises(ValueError, match="windows=9999: 9999 windows of 1 need 9999; the text has"):
+        models.text_windows(model, run / "model", tmp_path / "text.txt", count=9999)
     (sample,) = models.text_windows(model, run / "model", None, tokens=12)
     assert sample.shape == (1, 12)
     assert len(text.SAMPLE_TEXT.read_text(encoding="utf-8")) > 4000

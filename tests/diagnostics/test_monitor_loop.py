@@ -78,6 +78,49 @@ def test_counters_come_back_from_a_checkpoint():
 
 
 @pytest.mark.filterwarnings("ignore:attention monitor")
+def test_a_state_stays_what_it_was():
+    """Regression: later events came into a state that was saved."""
+    monitor = AttentionMonitor(TOKENS, Monitor(every=1, threshold=1e-6)).watch(build())
+    state = monitor.state_dict()
+    monitor.step()
+    assert monitor.events
+    assert state["events"] == []
+
+
+@pytest.mark.filterwarnings("ignore:attention monitor, step 1. checks take")
+@pytest.mark.parametrize("error", [NotImplementedError, IndexError, torch.OutOfMemoryError])
+def test_an_error_of_a_check_is_no_error_of_training(error, monkeypatch):
+    """Regression: but for a ValueError it ended the run, as that of attention sinks did at the first check, and no
+    memory for FP64."""
+    model = build()
+    monitor = AttentionMonitor(TOKENS, Monitor(every=1)).watch(model)
+
+    def fail(*_, **__):
+        raise error("what is wrong")
+
+    with monkeypatch.context() as patch:
+        if error is torch.OutOfMemoryError:
+            patch.setattr(monitor, "_judge", fail)
+        else:
+            patch.setattr(model.model.layers[1], "forward", fail)
+        with pytest.warns(UserWarning, match=f"step 1: no check: {error.__name__}: what is wrong"):
+            monitor.step()
+    assert model.config._attn_implementation == "sagebwd"
+    assert model.model.layers[0].training
+    assert "monitor/layer_0/dq" in monitor.step()
+
+
+@pytest.mark.filterwarnings("ignore:attention monitor, step 1. checks take")
+def test_an_adapted_model_is_watched_in_a_loop():
+    """Regression: it was refused as no model of Transformers."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    monitor = AttentionMonitor(TOKENS, Monitor(every=1)).watch(adapted)
+    assert 0 < monitor.step()["monitor/layer_1/dq"] < 0.15
+    assert all(x.grad is None for x in adapted.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:attention monitor")
 @pytest.mark.parametrize(("impl", "measured"), [(None, "full"), ("reference", "token")])
 def test_auto_stays_auto(tmp_path, impl, measured):
     """Regression: a watched model ran a fixed recipe in place of "auto", and its saved config kept it."""

@@ -68,7 +68,7 @@ def test_checks_run_in_the_precision_of_training(tmp_path, monkeypatch):
 def test_a_check_that_cannot_be_made_is_left_out(tmp_path):
     trainer = someone_elses_trainer(tmp_path, max_steps=2)
     monitor = AttentionMonitor(torch.full((1, 8), 64), Monitor(every=1)).attach(trainer)
-    with pytest.warns(UserWarning, match=r"step 1: no check: token_ids: 64 is outside the model's vocabulary of 64"):
+    with pytest.warns(UserWarning, match=r"step 1: no check: ValueError: token_ids: 64 is outside the model's"):
         trainer.train()
     assert trainer.state.global_step == 2
     assert monitor.layers[0].errors == {}
@@ -95,6 +95,33 @@ def test_what_cannot_be_watched_is_said_as_training_begins(tmp_path, attention, 
     monitor.attach(trainer) if attached else trainer.add_callback(monitor)
     with pytest.raises(ValueError, match=message):
         trainer.train()
+
+
+def test_a_trainer_has_one_monitor(tmp_path):
+    """Regression: a second one's counters took the place of the first one's in checkpoints."""
+    trainer, ids = someone_elses_trainer(tmp_path), Tokens()[0]["input_ids"][None]
+    first = AttentionMonitor(ids).attach(trainer)
+    with pytest.raises(ValueError, match=r"this Trainer has one already.*trainer.remove_callback"):
+        AttentionMonitor(ids, Monitor(layers=[1])).attach(trainer)
+    trainer.remove_callback(first)
+    assert first.attach(trainer) is first
+
+
+@pytest.mark.parametrize("given", [[[1, 2]], None, "text"], ids=str)
+def test_token_ids_are_a_tensor(given):
+    """Regression: an AttributeError that named no argument."""
+    with pytest.raises(TypeError, match=f"token_ids: expected a tensor, got {type(given).__name__}"):
+        AttentionMonitor(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("every", 2.5), ("heads", "3"), ("tokens", None), ("threshold", "0.1"), ("threshold", None), ("layers", 3)],
+)
+def test_settings_are_numbers(name, value):
+    """Regression: errors of Python's that named no argument, and none of a step that is no integer."""
+    with pytest.raises(ValueError, match=rf"monitor\.{name}={value!r} must"):
+        Monitor(**{name: value})
 
 
 def test_token_ids_are_checked():

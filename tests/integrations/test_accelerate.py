@@ -222,6 +222,10 @@ def what_a_shared_model_refuses():
     assert torch.equal(model(input_ids=IDS).logits, qwen3("full")(input_ids=IDS).logits)
     with pytest.raises(ValueError, match=re.escape("Qwen3ForCausalLM has attn_implementation='sdpa'")):
         share_sequences(qwen3("full", "sdpa"))
+    with pytest.raises(ValueError, match=re.escape("Linear has attn_implementation=None")):
+        share_sequences(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="group: expected a process group or None, got str"):
+        share_sequences(model, "cp")
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from sagebwd import sage_attention
+from sagebwd import sage_attention, switches
 from sagebwd.integrations import context_parallel as ring
 from sagebwd.integrations.context_parallel import ring_attention, shard
 from sagebwd.reference.metrics import relative_l2
@@ -69,6 +69,11 @@ def refusals(group):
         ring_attention(x, x, x, recipe="unknown", group=group)
     with pytest.raises(TypeError, match="query: expected a tensor, got str"):
         ring_attention("q", x, x, group=group)
+    for call in (lambda group: shard(x, 2, group), lambda group: ring_attention(x, x, x, group=group)):
+        with pytest.raises(ValueError, match=r"group: process \d is not in it"):
+            call(dist.GroupMember.NON_GROUP_MEMBER)
+        with pytest.raises(TypeError, match=r"group: expected a process group or None, got str; a DeviceMesh has one"):
+            call("cp")
     wide = torch.randn(1, 1, 4, 520)
     with pytest.raises(ValueError, match=r"head_dim 520 is not supported; accepted: 1 to 512; .*: divide heads in"):
         ring_attention(wide, wide, wide, group=group)
@@ -103,6 +108,12 @@ def calls_that_differ(group):
         with pytest.raises(ValueError, match=told):
             ring_attention(*tensors, group=group, **options)
         check_still_whole(group)
+    with (
+        switches(disabled=second),
+        pytest.raises(ValueError, match=r"\(switches: none on rank 0, disabled on rank 1\)"),
+    ):
+        ring_attention(x, x, x, recipe="token", group=group)
+    check_still_whole(group)
     with pytest.raises(ValueError, match="none called 'nope'" if second else "rank 1 refuses it: ValueError: recipe"):
         ring_attention(x, x, x, recipe="nope" if second else "auto", group=group)
     check_still_whole(group)

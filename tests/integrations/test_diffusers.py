@@ -183,6 +183,7 @@ def test_grouped_heads_causal_and_scale():
         ({"attention_kwargs": {"return_lse": True}}, "return_lse=True.*sage_attention"),
         ({"attention_kwargs": {"return_attn_probs": True}}, "return_attn_probs=True"),
         ({"attention_kwargs": {"window_size": (4, 4)}}, r"window_size=\(4, 4\).*window="),
+        ({"attention_kwargs": {"window_size": 4}}, r"window_size=4 is not supported.*window="),
         ({"attention_kwargs": {"window_size": (4, None)}}, r"window_size=\(4, None\).*window="),
         ({"attention_kwargs": {"softcap": 30.0}}, "softcap=30.0"),
         ({"attention_kwargs": {"deterministic": True}}, "deterministic=True.*sagebwd.switches"),
@@ -197,8 +198,9 @@ def test_unsupported_calls_say_what_to_use(arguments, message):
 def test_no_window_may_be_said():
     """Regression: a TypeError."""
     integration.register("full", "reference")
-    outs = [cross_attention("sagebwd", None, **given) for given in ({}, {"attention_kwargs": {"window_size": None}})]
-    assert all(torch.equal(a, e) for a, e in zip(*outs))
+    windows = [{"attention_kwargs": {"window_size": none}} for none in (None, (-1, -1), [-1, -1])]
+    outs = [cross_attention("sagebwd", None, **given) for given in ({}, *windows)]
+    assert all(torch.equal(a, e) for out in outs[1:] for a, e in zip(out, outs[0]))
 
 
 def test_every_argument_that_a_backend_of_diffusers_takes_is_named():

@@ -105,6 +105,15 @@ DENSE = {
 }
 
 
+def test_a_number_of_numpy_is_replaced():
+    """Regression: as a scale it was no finite number, and the call was kept."""
+    numpy, arguments = pytest.importorskip("numpy"), qkv()
+    with replace_sdpa("full", impl="reference") as sdpa:
+        out = F.scaled_dot_product_attention(*arguments, scale=numpy.float32(0.5))
+    assert sdpa.counts["replaced"] == 1
+    torch.testing.assert_close(out, ORIGINAL(*arguments, scale=0.5), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_masks_of_any_shape_are_replaced(name):
     arguments = qkv()

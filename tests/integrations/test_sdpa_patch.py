@@ -183,6 +183,7 @@ def test_what_process_pools_pickle():
         ({"impl": "cuda"}, ValueError, "impl='cuda'.*reference"),
         ({"min_tokens": -1}, ValueError, "min_tokens=-1"),
         ({"min_tokens": 1.5}, TypeError, "min_tokens=1.5"),
+        ({"impl": ["triton"]}, ValueError, "impl=\\['triton'\\] is not known"),
         ({"unsupported": "sdpa"}, ValueError, "unsupported='sdpa' is not known; accepted: 'original', 'raise'"),
     ],
 )
@@ -191,6 +192,11 @@ def test_wrong_arguments(arguments, error, match):
         replace_sdpa(**arguments)
     with pytest.raises(error, match=match):
         install_sdpa(**arguments)
+
+
+def test_an_integer_of_numpy_is_one():
+    """Regression: as min_tokens it was refused."""
+    assert replace_sdpa(min_tokens=pytest.importorskip("numpy").int64(4)).min_tokens == 4
 
 
 def test_compile_follows_the_context():

@@ -1,5 +1,7 @@
 """Llama and Qwen3 under attn_implementation="sagebwd": as under SDPA, padded and packed batches included."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from transformers import (
 from sagebwd.integrations import transformers as integration
 from sagebwd.integrations import transformers_torch
 from sagebwd.integrations.transformers_settings import settings
+from sagebwd.recipe import Recipe
 from sagebwd.reference.metrics import cosine, relative_l2
 
 pytestmark = [pytest.mark.rounding, pytest.mark.usefixtures("registered")]
@@ -250,12 +253,23 @@ def test_unknown_setting_raises():
         ({True: {}}, "layers has True"),
         ({0: {}, "0": {}}, "layers has 0 twice"),
         ({"0": {"recip": "full"}}, "'recip' is not known"),
+        ({"0": "full"}, r"layers has 'full' for '0'; accepted: a dictionary, as \{'0': \{'recipe': 'full'\}\}"),
+        ({"0": {}, "1": None}, "layers has None for '1'; accepted"),
+        (["full", "token"], r"layers is \['full', 'token'\]; accepted: a dictionary"),
     ],
 )
 def test_layers_that_there_are_not(layers, message):
     model = build("llama", "token")
     model.config.sagebwd = {"layers": layers}
     with pytest.raises(ValueError, match=message):
+        model(input_ids=tokens(1, 8))
+
+
+def test_a_recipe_in_a_config_is_a_text():
+    """Regression: a Recipe ran, and the config could not be saved once the model was trained."""
+    model = build("llama", "token")
+    model.config.sagebwd = {"recipe": Recipe.parse("token(o=16bit)")}
+    with pytest.raises(ValueError, match=r"recipe is a Recipe, which could not.*its text, 'token\(o=16bit\)'"):
         model(input_ids=tokens(1, 8))
 
 
@@ -314,6 +328,37 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
             model(**inputs)
     finally:
         integration.register()
+
+
+@pytest.mark.parametrize("change", ["in place", "anew", "before it is loaded", "of a copy"])
+def test_a_saved_models_parts_follow_its_settings(tmp_path, change):
+    """Regression: what parts had been handed was saved as their own, whatever became of the whole's."""
+    config = clip(sagebwd={"recipe": "paper"})
+    config.sagebwd = {"recipe": "full"}
+    CLIPModel._from_config(config, attn_implementation="sagebwd").save_pretrained(tmp_path)
+    config = CLIPConfig.from_pretrained(tmp_path) if change != "of a copy" else copy.deepcopy(config)
+    if change in ("before it is loaded", "of a copy"):
+        config.sagebwd = {"recipe": "token"}
+    model = CLIPModel.from_pretrained(tmp_path, config=config, attn_implementation="sagebwd")
+    if change == "in place":
+        model.config.sagebwd["recipe"] = "token"
+    elif change == "anew":
+        model.config.sagebwd = {"recipe": "token"}
+    model(input_ids=tokens(1, 8), pixel_values=torch.rand(1, 3, 16, 16))
+    recipes = [settings(part, None)["recipe"] for part in (model.config.vision_config, model.config.text_config)]
+    assert recipes == ["token", "paper"]  # the text part has its own
+
+
+def test_a_parts_settings_that_are_changed_in_place_are_its_own(tmp_path):
+    """Regression: they were the whole's, in which a part's ``layers`` are refused."""
+    config = clip()
+    config.sagebwd = {"recipe": "full"}
+    model = CLIPModel._from_config(config, attn_implementation="sagebwd")
+    model.config.text_config.sagebwd["layers"] = {"0": {"recipe": "token"}}
+    model.save_pretrained(tmp_path)
+    config = CLIPModel.from_pretrained(tmp_path, attn_implementation="sagebwd").config
+    assert settings(config.text_config, 0)["recipe"] == "token"
+    assert settings(config.vision_config, 0)["recipe"] == "full"
 
 
 def retriever():

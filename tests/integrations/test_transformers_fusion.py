@@ -192,9 +192,23 @@ def test_a_norm_that_was_added_stays():
     assert all(relative_l2(a, e) < 1e-5 for a, e in zip(fused, plain))
 
 
-@pytest.mark.parametrize("kind", ["layer norm", "hook", "hook of backward", "two eps", "forward"])
-def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, kind):
-    """Before the rest, which is rotary embedding and attention."""
+@pytest.mark.parametrize(
+    "kind", ["layer norm", "hook", "hook of backward", "two eps", "forward", "forward of its class", "hook of all"]
+)
+def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, request, kind):
+    """Before the rest, which is rotary embedding and attention.
+
+    Regression: what was changed of a class, or of all modules, once a model was made was left out.
+    """
+    if kind == "forward of its class":
+        its = build("Qwen3", fuse=True).model.layers[0].self_attn.q_norm.__class__
+        before = its.forward
+        monkeypatch.setattr(its, "forward", lambda self, x: 3 * before(self, x))
+    elif kind == "hook of all":
+        twice = nn.modules.module.register_module_forward_hook(
+            lambda module, given, out: 2 * out if type(module).__name__ == "Qwen3RMSNorm" else None
+        )
+        request.addfinalizer(twice.remove)
 
     def built(fuse):
         model = build("Qwen3", fuse=fuse)
@@ -207,7 +221,7 @@ def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, kind):
             layer.k_norm.register_full_backward_hook(lambda module, given, out: None)
         elif kind == "two eps":
             layer.k_norm.variance_epsilon = 0.5
-        else:
+        elif kind == "forward":
             own = layer.q_norm.forward
             layer.q_norm.forward = lambda x: 3 * own(x)
         return model
@@ -215,7 +229,7 @@ def test_a_norm_that_is_not_known_runs_as_it_is(monkeypatch, kind):
     ids, mask = tokens(2, 24), torch.ones(2, 24, dtype=torch.long)
     plain, seen = run(built(fuse=False), ids, mask), calls(monkeypatch)
     fused = run(built(fuse=True), ids, mask)
-    assert [eps is None for eps in seen.eps] == [True, False]
+    assert [eps is None for eps in seen.eps] == [True, " of " in kind and kind != "hook of backward"]
     assert all(relative_l2(a, e) < 1e-5 for a, e in zip(fused, plain))
 
 

@@ -22,6 +22,8 @@ LOGIT_BYTES, WEIGHT_BYTES = 16, 14
 TOKENS, WIDENING = 32768, 3.5
 """Tokens of a step, and the MLP's inside over the width, unless told; the latter is Llama 3's."""
 VOCABULARY = 128256
+MOST = 10**12
+"""Of any number that is given: what follows from several is one that a float holds."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,14 @@ def estimate(
     Args: gpu, a card that was timed, or a part of its name; tokens, of each of ``batch`` sequences [`TOKENS` in all];
     intermediate, the MLP's inside [3.5 times hidden].
 
-    Raises ValueError for a card or a head_dim that was not timed, for numbers below 1 and for heads that are no
-    multiple of kv_heads.
+    Raises ValueError for a card or a head_dim that was not timed, for numbers below 1 or above `MOST` and for
+    heads that are no multiple of kv_heads.
     """
     given = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
              "tokens": tokens, "batch": batch, "intermediate": intermediate, "vocabulary": vocabulary}  # fmt: skip
     for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        if value is not None and not 1 <= value <= MOST:
+            raise ValueError(f"{name}={value} must be at least 1 and at most {MOST:,}")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     batch = max(1, TOKENS // tokens) if batch is None else batch

@@ -66,7 +66,8 @@ def measure(
             if report is not None:
                 reports.write(report, facts, device, tests, [asdict(row) for row in rows])
     console.print(table(fitted(map(asdict, rows), "", torch.__version__)))
-    console.print(f"wrote {' and '.join(map(str, dict.fromkeys([kept, path, report or kept])))}", soft_wrap=True)
+    written = dict.fromkeys([kept, path, report or kept])
+    console.print(f"wrote {' and '.join(map(str, written))}", soft_wrap=True, markup=False)
 
 
 def show(ask: Ask) -> None:

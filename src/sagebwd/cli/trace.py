@@ -113,7 +113,7 @@ def trace(
         console.print(table)
     for written in (save, output, plot):
         if written is not None:
-            console.print(f"wrote {written}")
+            console.print(f"wrote {written}", markup=False, soft_wrap=True)
 
 
 def _packed(content: object, suffix: str) -> bytes:

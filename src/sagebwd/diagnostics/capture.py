@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sagebwd.checks import tensor
 from sagebwd.diagnostics.models import context
 from sagebwd.environment import write_whole
 from sagebwd.extras import extra
@@ -198,7 +199,8 @@ def _choose(found: list[int], layers: Sequence[int] | None) -> list[int]:
 
 
 def check_token_ids(token_ids: Tensor) -> None:
-    """Raises ValueError unless they are (batch, tokens) int64."""
+    """Raises TypeError for what is no tensor, and ValueError unless it is (batch, tokens) int64."""
+    tensor("token_ids", token_ids)
     if token_ids.dim() != 2 or token_ids.dtype != torch.long or token_ids.numel() == 0:
         raise ValueError(
             f"token_ids: expected (batch, tokens) int64, got {tuple(token_ids.shape)} {str(token_ids.dtype)[6:]}"

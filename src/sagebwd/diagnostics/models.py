@@ -151,5 +151,5 @@ def text_windows(
     """
     ids = encode(path, read_text(text))
     if tokens is None:
-        tokens = min(_DEFAULT_TOKENS, ids.shape[1] // max(count, 1), context(model) or _DEFAULT_TOKENS)
+        tokens = min(_DEFAULT_TOKENS, max(1, ids.shape[1] // max(count, 1)), context(model) or _DEFAULT_TOKENS)
     return windows(ids, tokens, count)

@@ -103,18 +103,23 @@ class AttentionMonitor(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> AttentionMonitor:
         """Watch this Trainer's model, from its next ``train()`` on."""
+        if any(isinstance(other, AttentionMonitor) for other in trainer.callback_handler.callbacks):
+            raise ValueError(
+                "AttentionMonitor: this Trainer has one already, whose state its checkpoints hold; give that one all "
+                "layers, or trainer.remove_callback it first"
+            )
         self.trainer = trainer
         trainer.add_callback(self)
         return self
 
     def watch(self, model: nn.Module, autocast: torch.dtype | None = None) -> AttentionMonitor:
-        """Watch a model of Transformers in a loop without a Trainer, as is or in DDP's or torch.compile's wrapper.
+        """Watch a model of Transformers in a loop without a Trainer, as is or as DDP, torch.compile or PEFT wraps it.
 
         Args: autocast, torch.bfloat16 where training has the forward under ``torch.autocast`` in it; None without.
         """
         if autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast={autocast}: accepted: None, torch.bfloat16")
-        while not isinstance(model, PreTrainedModel):
+        while not (isinstance(model, PreTrainedModel) or hasattr(model, "get_base_model")):  # which PEFT's models have
             inner = getattr(model, "module", getattr(model, "_orig_mod", None))
             if inner is None:
                 raise ValueError(
@@ -163,7 +168,7 @@ class AttentionMonitor(TrainerCallback):
             "seconds": self.seconds,
             "share": self.share,
             "layers": {str(index): asdict(layer) for index, layer in self.layers.items()},
-            "events": self.events,
+            "events": list(self.events),
         }
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -212,8 +217,8 @@ class AttentionMonitor(TrainerCallback):
         try:
             for call in self._capture(model):
                 self._judge(call, step, recipe_of(config, call))
-        except ValueError as error:
-            self._announce(step, None, f"no check: {error}")
+        except Exception as error:  # of whatever kind: training is not to end for a check
+            self._announce(step, None, f"no check: {type(error).__name__}: {error}")
         self._agree()
         seconds = _now(model.device) - start
         self.count, self.seconds = self.count + 1, self.seconds + seconds

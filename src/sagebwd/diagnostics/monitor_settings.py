@@ -29,10 +29,14 @@ class Monitor:
 
     def __post_init__(self) -> None:
         layers = self.layers
-        if layers is not None and not (layers and all(type(layer) is int and layer >= 0 for layer in layers)):
+        if layers is not None and not (
+            isinstance(layers, (list, tuple, range)) and layers
+            and all(type(layer) is int and layer >= 0 for layer in layers)
+        ):  # fmt: skip
             raise ValueError(f"monitor.layers={layers!r} must list layers from 0, for example [0, 5], or be left out")
         for name, least in (("every", 0), ("heads", 1), ("tokens", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"monitor.{name}={getattr(self, name)} must be at least {least}")
-        if not 0 < self.threshold < math.inf:
-            raise ValueError(f"monitor.threshold={self.threshold} must be a number above 0")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"monitor.{name}={value!r} must be at least {least}, an integer")
+        if not isinstance(self.threshold, (int, float)) or not 0 < self.threshold < math.inf:
+            raise ValueError(f"monitor.threshold={self.threshold!r} must be a number above 0")

@@ -9,6 +9,7 @@ from sagebwd.diagnostics.trace import OUTPUTS, PAPER_TABLE_2, TENSORS, Row
 from sagebwd.extras import extra
 
 with extra("diagnostics"):
+    from rich.markup import escape
     from rich.table import Table
 
 LABELS = {"delta": "delta", "p": "P", "dp": "dP", "ds": "dS", "o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -95,7 +96,7 @@ def where(row: Row) -> str:
 
 def headed(title: str, *headings: str) -> Table:
     """An empty table; words to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left", box=None)
+    table = Table(title=escape(title), title_justify="left", box=None)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("layer", "recipe", "product") else "right")
     return table

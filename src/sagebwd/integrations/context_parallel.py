@@ -8,6 +8,7 @@ work in every step. Outputs of the steps are averaged with the weights exp(lse).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sagebwd.arguments import autocast, choice_of
 from sagebwd.attention import sage_attention
 from sagebwd.integrations.ring_agreement import agree
 from sagebwd.recipe import AUTO, Recipe
+from sagebwd.switches import current
 
 _NO_RING = (
     "torch's own attention, which alone takes such heads, gives no lse to merge parts by: divide heads in place of "
@@ -122,6 +124,7 @@ def _facts(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, options: 
     facts = {name: f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in given.items()}
     trained = [name for name, x in given.items() if x.requires_grad and torch.is_grad_enabled()]
     facts["gradients"] = f"of {', '.join(trained)}" if trained else "none"
+    facts["switches"] = ", ".join(name for name, is_on in asdict(current).items() if is_on) or "none"
     return facts | {"is_causal": str(is_causal)} | {name: str(option) for name, option in options.items()}
 
 
@@ -197,7 +200,18 @@ def _merged(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in a group, and how many there are."""
+    """This process's rank in a group, and how many there are.
+
+    Raises TypeError for what is no group, and ValueError where the process is not in it.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    if group is not None and not isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise TypeError(
+            f"group: expected a process group or None, got {type(group).__name__}; a DeviceMesh has one, as "
+            'mesh.get_group("cp")'
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"group: process {dist.get_rank()} is not in it; give the group of which it is a part")
+    return rank, dist.get_world_size(group)

@@ -138,8 +138,8 @@ def _backend(recipe: Recipe | str, impl: str | None) -> Callable[..., Tensor]:
         _refuse("dropout_p", dropout_p, 0.0, "set the model's attention dropout to 0, or use 'native'")
         _refuse("return_lse", return_lse, False, "call sagebwd.sage_attention(..., return_lse=True)")
         _refuse("return_attn_probs", return_attn_probs, False, "the weights are never formed")
-        window = (-1, -1) if window_size is None else window_size
-        _refuse("window_size", tuple(window), (-1, -1), "call sagebwd.sage_attention(..., window=...)")
+        window = (-1, -1) if window_size in (None, [-1, -1]) else window_size
+        _refuse("window_size", window, (-1, -1), "call sagebwd.sage_attention(..., window=...)")
         _refuse("softcap", softcap, 0.0, "use a flash-attention backend")
         _refuse("deterministic", deterministic, False, "use sagebwd.switches(deterministic=True)")
         _refuse("_parallel_config", _parallel_config, None, "it is context parallelism; use 'native'")

@@ -65,5 +65,5 @@ def _told(calls: list[dict[str, str] | str]) -> str:
             parts.append(f"{name}: " + ", ".join(f"{value} on rank {', '.join(of)}" for value, of in ranks.items()))
     return (
         f"ring_attention: calls of the group's processes differ ({'; '.join(parts)}); accepted: tensors of the same "
-        "shapes and dtypes, alike in what needs a gradient, and the same options, on all"
+        "shapes and dtypes, alike in what needs a gradient, and the same options and switches, on all"
     )

@@ -13,7 +13,6 @@ inside the context too (docs/integrations/sdpa.md).
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import warnings
 from collections import Counter
@@ -84,15 +83,16 @@ class SdpaReplacement:
         if inspect.isfunction(recipe):
             raise TypeError(f"recipe: got the function {recipe.__name__}; to decorate it write @replace_sdpa()")
         dispatch.check_known(impl)
-        if isinstance(min_tokens, bool) or not isinstance(min_tokens, int):
+        tokens = checks.index(min_tokens)
+        if tokens is None:
             raise TypeError(f"min_tokens={min_tokens!r} must be an integer")
-        if min_tokens < 0:
+        if tokens < 0:
             raise ValueError(f"min_tokens={min_tokens} must be at least 0")
         if unsupported not in ("original", "raise"):
             raise ValueError(f"unsupported={unsupported!r} is not known; accepted: 'original', 'raise'")
         self.recipe = Recipe.parse_or_auto(recipe)
         self.impl = impl
-        self.min_tokens = min_tokens
+        self.min_tokens = tokens
         self.unsupported = unsupported
         self._entered = False
         self._is_used = False  # by a refused call, or a replacement entered inside: neither is counted
@@ -415,7 +415,7 @@ def _reason_in_options(call: SdpaCall) -> str | None:
         return "dropout"
     if not isinstance(call.is_causal, bool):
         return "is_causal is not a bool"
-    if call.scale is not None and not _is_finite_number(call.scale):
+    if call.scale is not None and not (checks.is_number(call.scale) and checks.is_finite(call.scale)):
         return "scale is not a finite number"
     if call.attn_mask is None:
         return None
@@ -437,11 +437,6 @@ def _reason_in_mask(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     full = *query.shape[:-1], key.shape[-2]
     fits = 2 <= mask.dim() <= query.dim() and all(n in (1, size) for n, size in zip(mask.shape[::-1], full[::-1]))
     return None if fits else "attn_mask does not broadcast"
-
-
-def _is_finite_number(scale: object) -> bool:
-    numbers = (int, float, torch.SymFloat, torch.SymInt)
-    return isinstance(scale, numbers) and not isinstance(scale, bool) and abs(scale) < math.inf
 
 
 def _reason_of_kind(call: SdpaCall, window: tuple[int, int] | None, settings: SdpaReplacement) -> str | None:

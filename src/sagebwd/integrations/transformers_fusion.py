@@ -268,7 +268,7 @@ def _install(layer_class: type[nn.Module]) -> None:
         written_in[_ROTARY] = _rotary(rotary)
     candidates = (x for x in vars(sys.modules[layer_class.__module__]).values() if inspect.isclass(x))
     found = {x: norm_of(x) for x in (nn.RMSNorm, *candidates) if issubclass(x, nn.Module) and "Norm" in x.__name__}
-    norms = {x: norm for x, norm in found.items() if norm is not None}
+    norms = {x: (norm, x.forward) for x, norm in found.items() if norm is not None}
     place = names.index("position_embeddings") - 1
     module = layer_class.__module__
     # and no forward that another library has put there
@@ -331,7 +331,7 @@ def _tables(module: nn.Module, given: tuple[Tensor, Tensor] | None) -> tuple[Tab
     return Table(name, given[0]), Table(name, given[1])
 
 
-def _norms_put_off(module: nn.Module, norms: dict[type, Norm]) -> dict[str, Callable]:
+def _norms_put_off(module: nn.Module, norms: dict[type, tuple[Norm, Callable]]) -> dict[str, Callable]:
     """q_norm and k_norm of a layer, each to give `Rows`; neither where one is no norm of heads that is known."""
     names = "q_norm", "k_norm"
     found = [_known_norm(module, getattr(module, name, None), norms) for name in names]
@@ -346,10 +346,14 @@ def _put_norm_off(layer: str, norm: NormPutOff, x: Tensor) -> Rows:
     return Rows(layer, x, norm)
 
 
-def _known_norm(module: nn.Module, norm: nn.Module | None, norms: dict[type, Norm]) -> NormPutOff | None:
-    """A norm of heads; None of another, or one that is more than its class."""
-    known = norms.get(type(norm))
-    if known is None or "forward" in norm.__dict__ or any(getattr(norm, hooks) for hooks in _HOOKS):
+def _known_norm(
+    module: nn.Module, norm: nn.Module | None, norms: dict[type, tuple[Norm, Callable]]
+) -> NormPutOff | None:
+    """A norm of heads; None of another, one that is more than its class, or one whose class was changed since."""
+    known, forward = norms.get(type(norm), (None, None))
+    if known is None or type(norm).forward is not forward or "forward" in norm.__dict__:
+        return None
+    if any(getattr(norm, hooks) for hooks in _HOOKS) or torch.nn.modules.module._has_any_global_hook():
         return None
     eps, weight = getattr(norm, known.eps), norm.weight
     if eps is None or weight is None or tuple(weight.shape) != (getattr(module, "head_dim", None),):

@@ -11,37 +11,46 @@ from torch import nn
 
 from sagebwd.extras import extra
 from sagebwd.integrations.transformers_masks import USE_INSTEAD
-from sagebwd.recipe import AUTO
+from sagebwd.recipe import AUTO, Recipe
 
 with extra("transformers"):
     from transformers import PreTrainedModel
 
 NAME = "sagebwd"
 _SETTINGS = ("recipe", "impl")
+_EXAMPLE = {"0": {"recipe": "full"}}
+# Of settings that a part was handed, these once more: so a saved or copied config says that they are not its own.
+_INHERITED = "inherited"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
 
 
 def settings(config: object, layer: int | None) -> dict[str, object]:
     """The recipe and impl of one layer, from ``config.sagebwd``.
 
-    Raises ValueError for a key that is not one of recipe, impl, fuse and layers, for a fuse that is not True or False
-    and for layers that the model does not have; NotImplementedError for layers where an attention does not know its
-    own.
+    Raises ValueError for a key that is not one of recipe, impl, fuse and layers, for a fuse that is not True or False,
+    for a recipe that is no text and for layers that the model does not have; NotImplementedError for layers where an
+    attention does not know its own.
     """
     given = getattr(config, NAME, None) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.sagebwd: got a {type(given).__name__}; accepted: a dictionary")
     if not isinstance(given.get("fuse", False), bool):
         raise ValueError(f"config.sagebwd: fuse is {given['fuse']!r}; accepted: True or False")
-    chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse")}
+    chosen = {key: value for key, value in given.items() if key not in ("layers", "fuse", _INHERITED)}
     layers = given.get("layers")
     if layers:
         counts = [getattr(config, name, None) for name in _LAYER_COUNTS]
         chosen |= _layer(layers, layer, max((count for count in counts if isinstance(count, int)), default=None))
-    unknown = sorted(set(chosen) - set(_SETTINGS))
+    unknown = [key for key in chosen if key not in _SETTINGS]
     if unknown:
         raise ValueError(f"config.sagebwd: {unknown[0]!r} is not known; accepted: recipe, impl, fuse, layers")
-    return {"recipe": chosen.get("recipe", AUTO), "impl": chosen.get("impl")}
+    recipe = chosen.get("recipe", AUTO)
+    if isinstance(recipe, Recipe):
+        raise ValueError(
+            "config.sagebwd: recipe is a Recipe, which could not be saved in config.json; give its text, "
+            f"{str(recipe)!r}"
+        )
+    return {"recipe": recipe, "impl": chosen.get("impl")}
 
 
 def settings_of(module: nn.Module) -> dict[str, object]:
@@ -63,8 +72,14 @@ def fuse_of(config: object) -> bool | None:
 
 def _layer(layers: dict[str | int, dict[str, object]], layer: int | None, count: int | None) -> dict[str, object]:
     """One layer's own settings, of keys that are numbers or, as JSON has them, texts."""
+    if not isinstance(layers, dict):
+        raise ValueError(f"config.sagebwd: layers is {layers!r}; accepted: a dictionary, as {_EXAMPLE}")
     numbered = {}
     for key, value in layers.items():
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"config.sagebwd: layers has {value!r} for {key!r}; accepted: a dictionary, as {_EXAMPLE}"
+            )
         number = int(key) if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()) else -1
         if isinstance(key, bool) or number < 0 or (count is not None and number >= count):
             known = "a layer's index" if count is None else f"0 to {count - 1}"
@@ -134,18 +149,26 @@ def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
     given, before = getattr(model.config, NAME, None), model.__dict__.get("_handed_down")
     if given == before:
         return
-    if "layers" in (given or {}):
+    if isinstance(given, dict) and "layers" in given:
         raise ValueError(
             "config.sagebwd: layers is not known in a config of several parts; accepted: in that of one, as in "
             f"config.{next(iter(model.config.sub_configs))}.sagebwd"
         )
-    _give(model.config, given, before)
-    model._handed_down = given
+    settings(model.config, None)  # raises for what is none
+    _give(model.config, given)
+    model._handed_down = None if given is None else dict(given)  # which may be changed in place
 
 
-def _give(config: object, given: dict[str, object] | None, before: dict[str, object] | None) -> None:
-    """Parts that have what they were given ``before``: a model may call those of its parts past these."""
+def _give(config: object, given: dict[str, object] | None) -> None:
+    """Parts that have none of their own: a model may call those of its parts past these."""
     for part in _parts(config):
-        if getattr(part, NAME, None) in (None, before):
-            setattr(part, NAME, given)
-            _give(part, given, before)
+        own = getattr(part, NAME, None)
+        if own is None or (isinstance(own, dict) and _INHERITED in own and own == _handed(own[_INHERITED])):
+            setattr(part, NAME, None if given is None else _handed(given))
+            _give(part, given)
+
+
+def _handed(given: dict[str, object]) -> dict[str, object]:
+    """Settings as a part is handed them."""
+    plain = {key: value for key, value in given.items() if key != _INHERITED}
+    return {**plain, _INHERITED: plain}

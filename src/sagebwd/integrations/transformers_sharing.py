@@ -50,11 +50,12 @@ def share_sequences(model: PreTrainedModel, group: dist.ProcessGroup | None = No
 
     Raises ValueError for a model that is not under ``attn_implementation="sagebwd"``.
     """
-    if model.config._attn_implementation != NAME:
+    given = _implementation_of(model)
+    if given != NAME:
         raise ValueError(
-            f"share_sequences: {type(model).__name__} has attn_implementation={model.config._attn_implementation!r}; "
-            f"accepted: {NAME!r}"
+            f"share_sequences: {type(model).__name__} has attn_implementation={given!r}; accepted: {NAME!r}"
         )
+    place(group)  # raises for what is no group of this process
     keep_sequences(model)
     sharing = Sharing(group)
     for module in model.modules():

@@ -72,7 +72,7 @@ def _check_rows(query: Tensor, key: Tensor) -> None:
 
 
 def _check_norm(query: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float | None) -> None:
-    if eps is not None and (isinstance(eps, bool) or not isinstance(eps, (int, float))):
+    if eps is not None and not checks.is_number(eps):
         raise TypeError(f"eps={eps!r} must be a number, or None for no norm")
     if eps is not None and not 0 <= eps < float("inf"):
         raise ValueError(f"eps={eps} must be finite and not negative")
