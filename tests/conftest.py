@@ -63,7 +63,8 @@ def products_of_fp32():
     """Transformers' Trainer turns TF32 on with torch_compile, for the process: later tests compare with FP32."""
     before = torch.backends.fp32_precision
     yield
-    torch.backends.fp32_precision = before
+    if torch.backends.fp32_precision != before:  # torch's test utilities have such flags read alone
+        torch.backends.fp32_precision = before
 
 
 @pytest.fixture(scope="session", autouse=True)
