@@ -106,17 +106,17 @@ def _asked(mask_mod: Callable[..., Tensor], batch: Tensor, head: Tensor, q: Tens
 def _given(block_mask: BlockMask) -> Tensor:
     """(B, H, n, m) uint8 of the blocks that a BlockMask lists: WHOLE where it is full, MASKED where it is asked."""
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-    # lists may have room for no more blocks than they name
-    columns = max(indices.shape[-1], -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1]))
+    # lists may have room for no more blocks than they name, or for more than there are
+    rows, columns = (-(-n // size) for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE))
     # beyond the last column goes what is in no list
     states = torch.zeros(*counts.shape, columns + 1, dtype=torch.uint8, device=indices.device)
     listed = [(counts, indices, MASKED)]
     if block_mask.full_kv_num_blocks is not None:
         listed.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))
     for counts, indices, state in listed:
-        inside = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        inside = (torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]) & (indices < columns)
         states.scatter_(-1, torch.where(inside, indices, columns).long(), state)
-    return states[..., :columns]
+    return states[:, :, :rows, :columns]
 
 
 def _blocks_of(elements: Tensor) -> Tensor:

@@ -241,8 +241,8 @@ class _Tracer(TorchFunctionMode):
         if a.__class__ is b.__class__ is Symbol and a.dtype == b.dtype:
             return a.dtype
         dtypes = [x.dtype for x in (a, b) if isinstance(x, (Symbol, Tensor))]
-        numbers = [x for x in (a, b) if isinstance(x, (bool, int, float))]
-        if len(dtypes) + len(numbers) != 2 or not dtypes:
+        numbers = [x for x in (a, b) if isinstance(x, (int, float))]
+        if not dtypes:
             raise Untraceable("operands")
         common = _promoted(*dtypes) if len(dtypes) == 2 else dtypes[0]
         for x in numbers:

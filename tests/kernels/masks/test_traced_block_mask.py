@@ -67,6 +67,7 @@ MODS = {
     "the method where": lambda b, h, q, k: (q >= k).where(q < 5, k == 0),
     "in place": lambda b, h, q, k: added_in_place(q, k),
     "whole numbers": lambda b, h, q, k: q.int() // 1 == (k + 1 - 1).to(torch.int64),
+    "the largest numbers": lambda b, h, q, k: (q < 2**61 - 1) & (k - q > -(2**61)) & (q >= k),
 }
 WITH_BATCH, WITH_HEADS = ("of rows", "of heads"), ("of heads",)
 
@@ -132,12 +133,21 @@ def test_lists_without_whole_blocks(monkeypatch):
     assert_reads(made, monkeypatch)
 
 
-def test_lists_of_fewer_columns_than_blocks(monkeypatch):
-    """Regression: what lies beyond the last column had its state."""
-    counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32).view(1, 1, 2, 1)
-    lists = counts.to(DEVICE), indices.to(DEVICE)
+OTHER_LISTS = {
+    "fewer columns": [[[0], [2]]],
+    "more columns": [[[0, 1, 2, 3, 4], [2, 0, 1, 4, 3]]] * 2,
+    "more rows": [[[0], [0], [2]]],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LISTS)
+def test_lists_of_other_sizes_than_there_are_blocks(name, monkeypatch):
+    """Regression: what lies beyond the last column had its state, and what more columns and rows list counted."""
+    indices = torch.tensor(OTHER_LISTS[name], dtype=torch.int32, device=DEVICE)[:, None]
+    counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32, device=DEVICE)
+    full = torch.zeros_like(counts), torch.zeros_like(indices)
     assert_reads(
-        BlockMask((TOKENS, KEYS), *lists, None, None, None, None, None, None, (128, 128), noop_mask), monkeypatch
+        BlockMask((TOKENS, KEYS), counts, indices, *full, None, None, None, None, (128, 128), causal), monkeypatch
     )
 
 
@@ -158,17 +168,25 @@ def counting(b, h, q, k):
     return found
 
 
-def caught(b, h, q, k):
+def caught(at, b, h, q, k):
     try:
-        at = torch.clamp(q, min=3)
+        q = at(q)
     except Exception:
-        at = q
-    return at >= k
+        return q < k
+    return q >= k
 
 
 UNTRACEABLE = {
     "a tensor that is written after it was read": counting,
-    "what is caught": caught,
+    "what is caught": partial(caught, lambda q: torch.clamp(q, min=3)),
+    "a branch that is caught": partial(caught, lambda q: q if q > 3 else q + 1),
+    "numbers alone that are caught": partial(caught, lambda q: torch.where(q > 3, 1, 2)),
+    "an operation's option": lambda b, h, q, k: torch.add(q, k, alpha=2) > 9,
+    "an operation of two that kernels lack": lambda b, h, q, k: torch.pow(q, 2) > k,
+    "the sign of a fraction": lambda b, h, q, k: -fractions[k] < -0.5,
+    "what is no number": lambda b, h, q, k: q > None,
+    "a number above those of kernels": lambda b, h, q, k: q < 2**61,
+    "a number below those of kernels": lambda b, h, q, k: q > -(2**61) - 1,
     "an attribute of tensors": lambda b, h, q, k: q >= k if q.is_nested else q < k,
     "a scalar of a wider dtype": lambda b, h, q, k: small[q] >= few,
     "a fraction that FP32 lacks": lambda b, h, q, k: fractions.double()[k] >= 0.1,
