@@ -108,14 +108,15 @@ def _given(block_mask: BlockMask) -> Tensor:
     counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     # lists may have room for no more blocks than they name, or for more than there are
     rows, columns = (-(-n // size) for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE))
+    room = max(indices.shape[-1], columns)
     # beyond the last column goes what is in no list
-    states = torch.zeros(*counts.shape, columns + 1, dtype=torch.uint8, device=indices.device)
+    states = torch.zeros(*counts.shape, room + 1, dtype=torch.uint8, device=indices.device)
     listed = [(counts, indices, MASKED)]
     if block_mask.full_kv_num_blocks is not None:
         listed.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))
     for counts, indices, state in listed:
-        inside = (torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]) & (indices < columns)
-        states.scatter_(-1, torch.where(inside, indices, columns).long(), state)
+        inside = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+        states.scatter_(-1, torch.where(inside, indices, room).long(), state)
     return states[:, :, :rows, :columns]
 
 
