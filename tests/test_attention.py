@@ -237,6 +237,11 @@ REFUSED = [
     ({"attn_mask": torch.ones(2, 6, 6)}, ValueError, "its last two or three dimensions; pass attn_mask[:, None]"),
     ({"attn_mask": torch.zeros(6, 6, dtype=torch.int8)}, TypeError, "attn_mask: dtype torch.int8 is not supported"),
     ({"attn_mask": torch.ones(2, 6, dtype=torch.int64)}, TypeError, "as attn_mask.bool() of ones and zeros"),
+    ({"query": Q[0], "key": K[0], "value": V[0], "attn_mask": torch.ones(5)}, ValueError, "(5,) has no dimensions"),
+    (
+        {"query": Q[0], "key": K[0], "value": V[0], "attn_mask": torch.ones(3, 6, 5)}, ValueError,
+        "attn_mask: shape (3, 6, 5) does not broadcast to query's (4, 6, 8)",
+    ),
     ({"attn_mask": "causal"}, TypeError, "attn_mask: expected a tensor or None, got str"),
     ({"is_causal": 1}, TypeError, "is_causal=1 must be True or False"),
     ({"scale": "auto"}, TypeError, "scale='auto' must be a number"),

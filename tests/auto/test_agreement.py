@@ -167,6 +167,7 @@ def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkey
     assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "peers", "switches"}
     digests = {agreement.digest(facts | {name: "other"}) for name in facts} | {agreement.digest(facts)}
     assert len(digests) == len(facts) + 1
+    assert {len(x) for x in digests} == {12}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Card", (), {"name": "a card"}))
     monkeypatch.setattr(command, "known_of", lambda device: ())
     command.show(ASK)

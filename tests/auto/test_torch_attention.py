@@ -35,6 +35,7 @@ CALLS = {
     "causal, more queries": (CAUSAL, (44, 30), {"is_causal": True}),
     "window": (WINDOW, (30, 30), {"window": (5, 3)}),
     "window, causal": (WINDOW, (30, 30), {"window": (5, 9), "is_causal": True}),
+    "window of all but one": (WINDOW, (30, 30), {"window": (28, 28)}),
     "window of all": (FULL, (30, 30), {"window": (29, 29)}),
     "window of all, causal": (CAUSAL, (30, 30), {"window": (29, 29), "is_causal": True}),
     "window, more keys": (WINDOW, (30, 44), {"window": (5, 3)}),

@@ -163,7 +163,7 @@ class Mask:
         return _loaded, (*self.tensors, self.queries)
 
     def part(self, rows: slice, keys: slice) -> Tensor:
-        """The elements of some queries and keys, (B or 1, H or 1, rows or 1, keys or 1); 0 beyond the last."""
+        """The elements of some queries and keys, (B or 1, H or 1, rows or 1, keys or 1); any beyond the last."""
         if self.tiles is None:
             part = self.elements
             for dim, tokens in ((2, rows), (3, keys)):
