@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import sagebwd
 from sagebwd import arguments, dispatch, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
-from sagebwd.auto import model, timings
+from sagebwd.auto import model, timings, torch_attention
 from sagebwd.auto.contenders import EFFICIENT, TORCH
 from sagebwd.auto.model import DIRECTIONS, FORWARD, MARGIN, TRAINING, Cost, Size
 from sagebwd.explain import explained
@@ -213,6 +213,15 @@ def test_a_call_has_the_size_of_its_tensors():
     for more, width in (({"window": (5, 3)}, 9), ({"is_causal": True}, 40)):
         _, of = arguments.choice_of(sage_attention, q, k, k, enable_gqa=True, **more)
         assert of.size == Size(30, 40, 16, 4, width=width)
+
+
+def test_a_packed_call_has_the_size_of_its_tensors(monkeypatch):
+    monkeypatch.setattr(torch_attention, "takes_packed", lambda head_dim, value_dim, grouped: grouped)
+    offsets = torch.tensor([0, 30, 50], dtype=torch.int32)
+    for kv_heads in (8, 2):
+        q, k = (torch.empty(50, heads, 16, dtype=torch.bfloat16) for heads in (8, kv_heads))
+        _, of = arguments.choice_of(sage_attention_varlen, q, k, k, offsets, offsets, 30, 30, card="NVIDIA H200")
+        assert of.size == Size(25, 25, 16, 2 * kv_heads, by_torch=kv_heads == 2, longest=30)
 
 
 def test_what_was_not_timed_is_torchs(measured):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import sagebwd
 from sagebwd import arguments, counts, sage_attention, sage_attention_varlen
 from sagebwd.auto import choice as auto_choice
-from sagebwd.auto import peers, torch_attention
+from sagebwd.auto import model, peers, torch_attention
 from sagebwd.auto.contenders import FA3, FA4, TORCH
 from sagebwd.auto.model import TRAINING, Size
 from sagebwd.cache import PLANS
@@ -113,13 +113,16 @@ def draw(tokens=30, keys=None, dim=128, heads=4, kv_heads=2):
     return [torch.randn(2, *shape, dim, generator=generator).bfloat16().requires_grad_() for shape in shapes]
 
 
-def test_the_fastest_that_is_installed_runs(measured, install):
+def test_the_fastest_that_is_installed_runs(measured, install, monkeypatch):
     measured += [times(FASTER, **{FA4: BETTER, FA3: BEST})]
     assert runs() is None, "neither is installed"
     install(FA4)
     assert runs() is None, "low precision is faster"
     install(FA3)
     assert runs() == FA3
+    monkeypatch.setattr(model, "of_this_project", lambda: {"a card": tuple(measured)})
+    answer = auto_choice.choose(ASK, Size(2048, 2048, 16, 16), "a card")
+    assert answer.contender is None, "what is installed here says nothing of a card that is elsewhere"
     measured[:] = [times(SLOWER, **{FA4: BETTER, FA3: WORSE})]
     assert runs() == FA4
     measured[:] = [times(SLOWER, **{FA4: WORSE, FA3: WORSE})]

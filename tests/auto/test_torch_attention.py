@@ -376,11 +376,12 @@ def test_the_patch_of_torchs_function_does_not_come_back(handed):
 
 
 def test_whether_a_call_trains_is_of_its_specification(monkeypatch):
-    """Of a call of "auto" alone."""
+    """Of a call of "auto" alone, by any of its tensors."""
     asks = []
     monkeypatch.setattr(auto_choice, "contender_of", lambda ask, *_: asks.append(ask.training) or "torch")
-    q, k, v = draw(30, 30)
-    for _ in range(2):
+    tensors = draw(30, 30)
+    for trained in tensors:
+        q, k, v = (x if x is trained else x.detach() for x in tensors)
         sage_attention(q, k, v, enable_gqa=True)
         with torch.no_grad():
             sage_attention(q, k, v, enable_gqa=True)
