@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from sagebwd import dispatch, sage_attention
-from sagebwd.cache import PLANS
-from sagebwd.call import Call, Saved, empty_like_rows
+from sagebwd.cache import PLANS, rounded
+from sagebwd.call import Call, Packing, Saved, empty_like_rows
 from sagebwd.kernels.portable import launch as portable
 from sagebwd.kernels.runtime import device, driver, program
 from sagebwd.kernels.runtime.parts import parts_of
@@ -101,6 +101,26 @@ def test_peak_of_heads_of_512_is_within_a_fifth_of_flex_attention_s(shape, layou
     monkeypatch.setattr(device, "capability", lambda device: 90)
     monkeypatch.setattr(program, "compiled", lambda *_: None)
     assert peak_of_a_plan(*shape, layout) <= 1.2 * flex_attention(*shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 200, 64), (200, 4, 64)], ids=["dense", "packed"])
+def test_a_workspace_has_the_bytes_of_what_it_keeps(shape):
+    choice, q = dispatch.named(Recipe.named("token"), "triton/triton"), torch.empty(shape, device=META)
+    pieces, kept = pieces_of(choice, (64, 64), q, q, 2 if q.dim() == 3 else None, True, True, True)
+    assert len(pieces) == 10
+    end = 0
+    for name, piece in pieces.items():
+        assert piece.offset == end
+        times = choice.forward.means if name == "k_mean" else 1
+        end += rounded(math.prod(piece.shape) * piece.dtype.itemsize * times)
+    assert kept == end
+
+
+def test_a_head_of_2_31_numbers_is_refused():
+    packing = Packing(1, 1, 1 << 24, 1 << 24, None)
+    packing.padded(64, 64 * 127, dtype=torch.int8, device=META)
+    with pytest.raises(NotImplementedError, match="16777216 tokens of 128 channels"):
+        packing.padded(64, 64 * 128, dtype=torch.int8, device=META)
 
 
 @pytest.mark.gpu
