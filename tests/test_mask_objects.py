@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from sagebwd import read_block_mask, read_mask, sage_attention
@@ -173,6 +174,23 @@ def test_a_mask_that_is_copied(way, reader):
         copied = COPIES[way](mask)
         assert copied is not mask
         assert_shows(shown, copied)
+
+
+def test_a_move_is_waited_for_unless_told():
+    """What comes back from a GPU would else be read before it is there."""
+    moves = []
+
+    class Moves(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, given=(), options=None):
+            if function is torch.ops.aten._to_copy.default:
+                moves.append(options.get("non_blocking", False))
+            return function(*given, **(options or {}))
+
+    mask = of_blocks(SHOWN)
+    with Moves():
+        mask.to("meta")
+        mask.to("meta", non_blocking=True)
+    assert moves == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize("tokens", [129, 159, 161, 400])

@@ -105,7 +105,7 @@ def test_peak_of_heads_of_512_is_within_a_fifth_of_flex_attention_s(shape, layou
 
 @pytest.mark.parametrize("shape", [(2, 4, 200, 64), (200, 4, 64)], ids=["dense", "packed"])
 def test_a_workspace_has_the_bytes_of_what_it_keeps(shape):
-    choice, q = dispatch.named(Recipe.named("token"), "triton/triton"), torch.empty(shape, device=META)
+    choice, q = dispatch.named(Recipe.named("mixed"), "triton/triton"), torch.empty(shape, device=META)
     pieces, kept = pieces_of(choice, (64, 64), q, q, 2 if q.dim() == 3 else None, True, True, True)
     assert len(pieces) == 10
     end = 0
