@@ -241,23 +241,17 @@ class _Tracer(TorchFunctionMode):
         if a.__class__ is b.__class__ is Symbol and a.dtype == b.dtype:
             return a.dtype
         dtypes = [x.dtype for x in (a, b) if isinstance(x, (Symbol, Tensor))]
-        numbers = [x for x in (a, b) if isinstance(x, (int, float))]
         if not dtypes:
             raise Untraceable("operands")
         common = _promoted(*dtypes) if len(dtypes) == 2 else dtypes[0]
-        for x in numbers:
-            if isinstance(x, float) and not common.is_floating_point:
-                raise Untraceable("a fraction beside integers")
-            if isinstance(x, int) and not isinstance(x, bool) and common == torch.bool:
-                common = torch.int64
-            if common.is_floating_point and not isinstance(x, float):
-                raise Untraceable("an integer beside fractions")
+        if common == torch.bool and any(isinstance(x, int) and not isinstance(x, bool) for x in (a, b)):
+            common = torch.int64
         # beside what vmap hands on, torch narrows a tensor without dimensions, elsewhere not
         if any(isinstance(x, Symbol) and x.dtype != common for x in (a, b)) and any(
             isinstance(x, Tensor) for x in (a, b)
         ):
             raise Untraceable("a tensor of a wider dtype")
-        if common not in NAMES or (common.is_floating_point and any(dtype != common for dtype in dtypes)):
+        if common.is_floating_point and any(dtype != common for dtype in dtypes):
             raise Untraceable("dtypes")
         return common
 
@@ -350,7 +344,7 @@ def _new(number: int | None) -> Callable[..., Symbol]:
         if args and isinstance(args[0], (tuple, list, torch.Size)):
             size = args.pop(0)
         value = number if number is not None else args.pop(0) if args else fill_value
-        if args or len(size) or not isinstance(value, (bool, int)):
+        if args or len(size):
             raise Untraceable("a tensor with dimensions")
         return tracer.value(value, x.dtype if dtype is None else dtype)
 

@@ -66,7 +66,8 @@ MODS = {
     "signs": lambda b, h, q, k: (abs(q - k) < 30) & ~(q == k) & (-q < -3),
     "the method where": lambda b, h, q, k: (q >= k).where(q < 5, k == 0),
     "in place": lambda b, h, q, k: added_in_place(q, k),
-    "whole numbers": lambda b, h, q, k: q.int() // 1 == (k + 1 - 1).to(torch.int64),
+    "whole numbers": lambda b, h, q, k: (q.int() // 1 == (k + 1 - 1).to(torch.int64)) + 1 > 1,
+    "of two widths": lambda b, h, q, k: (q.int() >= k) & (q.int() != k + 2**32) & (documents.int()[k] + 2**20 > k),
     "the largest numbers": lambda b, h, q, k: (q < 2**61 - 1) & (k - q > -(2**61)) & (q >= k),
 }
 WITH_BATCH, WITH_HEADS = ("of rows", "of heads"), ("of heads",)
@@ -168,6 +169,16 @@ def counting(b, h, q, k):
     return found
 
 
+class Table(Tensor):
+    """A tensor whose indexing may be of its own."""
+
+
+def wider_in_place(q):
+    found = documents.int()[q]
+    found += q
+    return found
+
+
 def caught(at, b, h, q, k):
     try:
         q = at(q)
@@ -185,6 +196,25 @@ UNTRACEABLE = {
     "an operation of two that kernels lack": lambda b, h, q, k: torch.pow(q, 2) > k,
     "the sign of a fraction": lambda b, h, q, k: -fractions[k] < -0.5,
     "what is no number": lambda b, h, q, k: q > None,
+    "a sum in place that is wider": lambda b, h, q, k: wider_in_place(q) > k,
+    "a tensor's own where": lambda b, h, q, k: few.where(q < k, 3) > 5,
+    "where by numbers": lambda b, h, q, k: torch.where(small[q], q, k) > 3,
+    "a fraction beside an index": lambda b, h, q, k: fractions[k] > q,
+    "a number beside fractions": lambda b, h, q, k: fractions[k] > 0,
+    "a number that UINT8 lacks": lambda b, h, q, k: small[k] < 256,
+    "a tensor of another dtype": lambda b, h, q, k: q > few.to(torch.uint16),
+    "a table of halves": lambda b, h, q, k: fractions.half()[k] > 0.5,
+    "a table of five dimensions": lambda b, h, q, k: documents[None, None, None, None][b, 0, 0, 0, k] > 2,
+    "a table of a subclass": lambda b, h, q, k: documents.as_subclass(Table)[k] > 2,
+    "a table of zeros": lambda b, h, q, k: torch._efficientzerotensor((KEYS,), device=DEVICE)[k] > 0.5,
+    "bytes as an index": lambda b, h, q, k: documents[small[k]] > 2,
+    "flags as an index": lambda b, h, q, k: seen[q > k][k] > 2,
+    "more indices than dimensions": lambda b, h, q, k: documents[q, k] > 2,
+    "another device's copy": lambda b, h, q, k: q.to("meta") > k,
+    "fractions of an index": lambda b, h, q, k: k.to(torch.float32) > 3.0,
+    "whole numbers of fractions": lambda b, h, q, k: fractions[k].to(torch.int32) == 0,
+    "ones of a dimension": lambda b, h, q, k: b.new_ones(1, dtype=torch.bool)[0],
+    "ones of a size": lambda b, h, q, k: b.new_ones((1,), dtype=torch.bool)[0],
     "a number above those of kernels": lambda b, h, q, k: q < 2**61,
     "a number below those of kernels": lambda b, h, q, k: q > -(2**61) - 1,
     "an attribute of tensors": lambda b, h, q, k: q >= k if q.is_nested else q < k,
