@@ -266,12 +266,10 @@ class _Tracer(TorchFunctionMode):
         if table.dtype not in NAMES or table.device != self.device:
             raise Untraceable("a table")
         for x in places:
-            dtype = getattr(x, "dtype", torch.int64)
-            if dtype not in (torch.int32, torch.int64) or not isinstance(x, (Symbol, Tensor, int)) or x is True:
+            dtype = type(x) if isinstance(x, bool) else getattr(x, "dtype", torch.int64)
+            if dtype not in (torch.int32, torch.int64) or not isinstance(x, (Symbol, Tensor, int)):
                 raise Untraceable("an index")
         if len(places) < table.dim():
-            if not places:
-                raise Untraceable("a tensor with dimensions")
             return _Rows(self, table, places)
         if len(places) > table.dim():
             raise Untraceable("indices")
