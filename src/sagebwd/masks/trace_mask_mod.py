@@ -169,8 +169,6 @@ class _Tracer(TorchFunctionMode):
         if not any(isinstance(x, (Symbol, _Rows)) for x in _leaves((args, tuple(kwargs.values())))):
             return func(*args, **kwargs)
         name = func.__name__
-        if func is Tensor.where:
-            raise Untraceable(name)
         if name == "__getitem__":
             table, places = args
             return self.indexed(table, places if isinstance(places, tuple) else (places,))
@@ -314,7 +312,7 @@ def _of_integers(name: str) -> Callable[..., Symbol]:
 
 
 def _where(tracer: _Tracer, condition: Symbol, a: Any, b: Any) -> Symbol:
-    if getattr(condition, "dtype", None) != torch.bool:
+    if condition.__class__ is not Symbol or condition.dtype != torch.bool:  # of a tensor's own `where` it is another
         raise Untraceable("where")
     common = tracer.common(a, b)
     return tracer.step("where", common, [condition, *(tracer.value(x, common) for x in (a, b))], common)
