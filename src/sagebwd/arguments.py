@@ -108,7 +108,7 @@ def arguments_of(
     scale, window = checks.numbers(is_causal, _default_scale(query) if scale is None else scale, window)
     elements = mask_argument.elements_of(attn_mask, query, key)
     masked_as = None if elements is None else PADDING if mask_argument.is_key_padding(elements) else MASK
-    ask = ask_of(query, value, recipe, impl, MASK if block_mask is not None else masked_as or FULL)
+    ask = ask_of(query, value, recipe, impl)
     only_torch = checks.only_torch(query, value, elements, dropout_p)
     ask = ask._replace(training=_trains(query, key, value, elements, sinks), only_torch=only_torch)
     way = size = None

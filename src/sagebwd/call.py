@@ -101,9 +101,9 @@ class Packing(NamedTuple):
 class Ask(NamedTuple):
     """What decides who runs a call, the answer's key.
 
-    recipe: "auto" too. kind: of mask (`sagebwd.masks.kinds`). impl: as the public functions take it; None is
-    the fastest. training: whether a gradient will be asked for. only_torch: what of the call torch's own attention
-    alone computes, or None.
+    recipe: "auto" too. kind: of mask (`sagebwd.masks.kinds`), where others may run the call. impl: as the public
+    functions take it; None is the fastest. training: whether a gradient will be asked for. only_torch: what of the
+    call torch's own attention alone computes, or None.
     """
 
     recipe: Recipe | str

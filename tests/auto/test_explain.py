@@ -18,7 +18,7 @@ from tests.auto.calls import ASK, FASTER, FROM_4000, SLOWER, times
 
 
 def test_explain_says_who_runs_and_what_the_other_would_take(measured, monkeypatch):
-    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    monkeypatch.setattr(arguments, "ask_of", lambda *_: ASK)
     q = torch.empty(2, 8, 4096, 128)
 
     def why(known=None, **options):
@@ -72,7 +72,7 @@ def test_on_a_card_of_mma_sync_the_recipe_follows_from_the_width(measured, monke
 def test_two_hosts_compare_a_digest_by_hand(measured, monkeypatch):
     """Of what `agreement` compares, wherever "auto" decides on this machine's GPU."""
     decided = arguments.ask_of
-    monkeypatch.setattr(arguments, "ask_of", lambda *x: ASK._replace(kind=x[4]))
+    monkeypatch.setattr(arguments, "ask_of", lambda *_: ASK)
     q = torch.empty(2, 8, 4096, 128, dtype=torch.bfloat16)
     measured[:] = [times(FASTER)]
     found = sagebwd.explain(q, q, q, is_causal=True)

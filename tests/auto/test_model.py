@@ -213,6 +213,8 @@ def test_a_call_has_the_size_of_its_tensors():
     for more, width in (({"window": (5, 3)}, 9), ({"is_causal": True}, 40)):
         _, of = arguments.choice_of(sage_attention, q, k, k, enable_gqa=True, **more)
         assert of.size == Size(30, 40, 16, 4, width=width)
+    for some, others in ((q[:, :, :0], k), (q, k[:, :, :0])):
+        assert arguments.choice_of(sage_attention, some, others, others, enable_gqa=True)[1].size is None
 
 
 def test_a_packed_call_has_the_size_of_its_tensors(monkeypatch):

@@ -103,7 +103,7 @@ def test_peak_of_heads_of_512_is_within_a_fifth_of_flex_attention_s(shape, layou
     assert peak_of_a_plan(*shape, layout) <= 1.2 * flex_attention(*shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 200, 64), (200, 4, 64)], ids=["dense", "packed"])
+@pytest.mark.parametrize("shape", [(2, 4, 20000, 64), (20000, 4, 64)], ids=["dense", "packed"])
 def test_a_workspace_has_the_bytes_of_what_it_keeps(shape):
     choice, q = dispatch.named(Recipe.named("mixed"), "triton/triton"), torch.empty(shape, device=META)
     pieces, kept = pieces_of(choice, (64, 64), q, q, 2 if q.dim() == 3 else None, True, True, True)
