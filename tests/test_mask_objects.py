@@ -106,6 +106,14 @@ def test_a_slice_of_the_batch_is_a_slice(rows):
         READERS["elements"](SHOWN)[rows]
 
 
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(TypeError, match="block_mask: expected a BlockMask, got Tensor"):
+        read_block_mask(SHOWN)
+    for shape in ((5,), (1, 1, 1, 5, 5)):
+        with pytest.raises(ValueError, match=f"has {len(shape)} dimensions; accepted: 2 to 4"):
+            read_mask(torch.ones(shape))
+
+
 @pytest.mark.parametrize("tokens", [(0, 5), (5, 0), (0, 0)], ids=str)
 def test_a_mask_of_no_tokens(tokens):
     """Regression: torch's "cannot reshape tensor of 0 elements", in a trace too."""
