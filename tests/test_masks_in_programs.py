@@ -1,5 +1,7 @@
 """Masks of elements that a plan's own programs read, interpreted where there is no GPU, against those read before."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from sagebwd.cache import PLANS
 from sagebwd.call import Call
 from sagebwd.kernels.capabilities import BACKWARD, FORWARD
 from sagebwd.kernels.masks import blocks, sm90_block_lists
+from sagebwd.masks.kinds import ELEMENTS, WORDS, WORDS_BY_KEY
+from sagebwd.masks.mask import Mask
 from sagebwd.planning import mask_argument
 from sagebwd.planning.mask_elements import Elements, Left
 from sagebwd.planning.plan import Plan
@@ -213,3 +217,31 @@ def test_a_bias_that_a_hook_gives_back_in_other_strides(never_before, two_blocks
         mask = unread.with_tensors(given, *unread.tensors[1:], unread.parts)
         found, _ = plan.backward(q, None, None, None, q, q, lse, workspace, None, mask, None, None)
         assert torch.equal(found, elements)
+
+
+HOPPER, PORTABLE = "hopper", "triton"
+
+
+@pytest.mark.parametrize("forward", [HOPPER, PORTABLE])
+@pytest.mark.parametrize("backward", [HOPPER, PORTABLE])
+def test_a_mask_is_read_in_the_form_of_each_direction(forward, backward, monkeypatch):
+    """Words of a direction that reads none would be made for nobody, and those that one lacks in each call."""
+    choice, elements, asked = dispatch.named(Recipe.named("mixed"), f"{forward}/{backward}"), DRAWN["boolean"](0), []
+    q, k = (torch.zeros(BATCH, HEADS, n, 64) for n in (TOKENS, KEYS))
+
+    def read(elements: Tensor, *_: object, by_query: bool, by_key: bool) -> Mask:
+        asked.append((by_query, by_key))
+        return blocks.of_tensor(elements)
+
+    monkeypatch.setattr(sm90_block_lists, "read", read)
+    expected = []
+    for trains in (True, False):
+        mask_argument.read(elements, elements[None, None], None, q, k, by_key=trains, choice=choice)
+        by_words = forward == HOPPER, backward == HOPPER
+        expected += [(by_words[0], by_words[1] and trains)] if any(by_words) else []
+    assert asked == expected
+    call = Call.of(q, k, (64, 64), *(None,) * 3, TOKENS, KEYS, False, -1, -1, 0.125, choice.recipe)
+    plan = Plan(choice, call, q, k, sinks=False)
+    block_mask = SimpleNamespace(has_room=lambda form: False, read=lambda batch, form: form)
+    forms = tuple(plan._as_read(direction, block_mask)[1] for direction in (FORWARD, BACKWARD))
+    assert forms == (WORDS if forward == HOPPER else ELEMENTS, WORDS_BY_KEY if backward == HOPPER else ELEMENTS)
