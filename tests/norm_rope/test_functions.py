@@ -189,6 +189,10 @@ WRONG = {
     "key: batch 1 differs from query's 2": (ValueError, {"key": X[:1]}),
     "key: device meta differs": (ValueError, {"key": X.to("meta")}),
     "query: layout torch.sparse_coo is not supported": (NotImplementedError, {"query": X.to_sparse()}),
+    r"query: nested tensors are not supported; give values\(\), packed": (
+        NotImplementedError,
+        {"query": torch.nested.nested_tensor([X[0]])},
+    ),
     "eps=True must be a number": (TypeError, {"eps": True}),
     "eps=-1 must be finite and not negative": (ValueError, {"eps": -1}),
     "eps=nan must be finite": (ValueError, {"eps": float("nan")}),
@@ -210,6 +214,10 @@ WRONG = {
     "cos: its gradient is not computed": (NotImplementedError, {"cos": T.clone().requires_grad_(), "sin": T}),
     "position_ids: expected a tensor of int64 or int32": (TypeError, {"cos": T, "sin": T, "position_ids": 3}),
     "position_ids: a tuple of 3": (ValueError, {"cos": T, "sin": T, "position_ids": (torch.arange(13),) * 3}),
+    r"position_ids: expected \(tokens,\) or \(batch or 1, tokens\), got shape \(1, 1, 13\)": (
+        ValueError,
+        {"cos": T, "sin": T, "position_ids": torch.arange(13)[None, None]},
+    ),
     "position_ids: 1 x 5 positions do not fit": (ValueError, {"cos": T, "sin": T, "position_ids": torch.arange(5)}),
     "cos: expected \\(positions, R\\) beside position_ids": (
         ValueError,
