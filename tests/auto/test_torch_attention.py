@@ -364,6 +364,26 @@ def test_a_bias_gets_its_gradient_in_later_calls_too(monkeypatch):
         assert torch.equal(sage_attention(x, x, x, bias.clone().requires_grad_()), kernels)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_alone_gets_its_gradient(compiled, monkeypatch):
+    """Torch's memory-efficient forward keeps what backward reads for gradients of q, k and v alone (torch 2.11)."""
+    sdpa = torch_attention._sdpa
+
+    def efficient(q, k, v, mask, *rest, **options):
+        assert q.requires_grad or k.requires_grad or v.requires_grad or not mask.requires_grad
+        return sdpa(q, k, v, mask, *rest, **options)
+
+    monkeypatch.setattr(torch_attention, "_sdpa", efficient)
+    x, drawn = torch.randn(1, 2, 20, 16), torch.randn(20, 20)
+    torch._dynamo.reset()
+    attend = torch.compile(sage_attention, fullgraph=True, backend="aot_eager") if compiled else sage_attention
+    gradients = []
+    for attention in (attend, F.scaled_dot_product_attention):
+        bias = drawn.clone().requires_grad_()
+        gradients += torch.autograd.grad(attention(x, x, x, bias).sin().sum(), bias)
+    torch.testing.assert_close(*gradients)
+
+
 def test_the_patch_of_torchs_function_does_not_come_back(handed):
     q, k, v = draw(30, 30)
     with replace_sdpa() as sdpa:

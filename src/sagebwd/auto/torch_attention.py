@@ -122,6 +122,8 @@ def _by_torch(way: Way, grouped: bool, scale: float, bias: BandBias | None = Non
             mask = operands.mask_in_place(_rounded(mask, query.dtype), key.shape[2])
         elif mask is not None and mask.shape[-1] == 1:  # of others torch makes a bias in place
             mask = operands.mask_in_place(mask, key.shape[2])
+        if mask is not None and mask.requires_grad and not any(x.requires_grad for x in (query, key, value)):
+            query = query + mask[..., :0].sum()  # or torch keeps nothing for a gradient of the mask alone (148476)
         return _sdpa(query, key, value, mask, dropout_p, **options)
 
     return run
