@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from sagebwd import sage_attention, sage_attention_varlen
+from sagebwd import read_block_mask, sage_attention, sage_attention_varlen
 from sagebwd.masks.mask import shown
 from tests.attention_case import outcome, softmax_attention
 from tests.inputs import draw
@@ -158,6 +158,9 @@ REFUSED = {
     }),
     "block-mask-heads": (ValueError, "3 heads", {
         "block_mask": create_block_mask(lambda b, h, i, j: j <= i + h, None, 3, 70, 90, device="cpu")
+    }),
+    "mask-object-heads": (ValueError, "3 heads", {
+        "block_mask": read_block_mask(create_block_mask(lambda b, h, i, j: j <= i + h, None, 3, 70, 90, device="cpu"))
     }),
     "both": (NotImplementedError, "beside a block_mask", {
         "attn_mask": torch.ones(70, 90, dtype=torch.bool), "block_mask": BLOCK_MASK

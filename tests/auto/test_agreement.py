@@ -162,6 +162,14 @@ def test_of_cards_of_mma_sync_whether_its_kernels_compile_is_a_fact(measured, mo
     assert {name for name in there if there[name] != absent[name]} == {"NVRTC"}
 
 
+def test_a_choice_for_a_card_that_is_elsewhere_compares_nothing(measured, monkeypatch):
+    asked = []
+    monkeypatch.setattr(agreement, "check", lambda facts_of, device: asked.append(device))
+    for card, expected in (("NVIDIA H200", []), (None, [ASK.device])):
+        auto_choice.choose(ASK, Size(2048, 2048, 16, 16), card)
+        assert asked == expected
+
+
 def test_a_digest_is_of_every_fact_and_doctor_prints_it(measured, capsys, monkeypatch):
     facts = auto_choice.facts_of(ASK.device)
     assert set(facts) == {"card", "sagebwd", "torch", "measured times", "extra hopper", "peers", "switches"}

@@ -108,6 +108,21 @@ def test_a_later_call_is_few_calls_above_torchs_function(options, most, monkeypa
     torch.testing.assert_close(out, exact.detach())
 
 
+def test_torch_is_told_of_grouped_heads_alone(handed, monkeypatch):
+    """Others may run on backends that take no groups."""
+    told, sdpa = [], torch_attention._sdpa
+
+    def noted(*given, **options):
+        told.append("enable_gqa" in options)
+        return sdpa(*given, **options)
+
+    monkeypatch.setattr(torch_attention, "_sdpa", noted)
+    q, k, v = draw(30, 30)
+    for key, value in ((k, v), (q, q)):
+        sage_attention(q, key, value, enable_gqa=True)
+    assert told == [True, False]
+
+
 def side_by_side(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
