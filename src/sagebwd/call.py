@@ -268,6 +268,11 @@ def blocks_of_maxima(tokens: int, sequences: int) -> int:
     return tokens // BLOCK_OF_MAXIMA + sequences
 
 
+def lies_by_token(x: Tensor) -> bool:
+    """Whether the heads of each token lie side by side in memory, of x (B, H, N, D); False of other dimensions."""
+    return x.dim() == 4 and x.stride(1) < x.stride(2)
+
+
 def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised and dense, of x's shape (with another last dimension), heads side by side where x's are.
 
@@ -277,7 +282,7 @@ def empty_like_rows(x: Tensor, head_dim: int | None = None, dtype: torch.dtype |
     """
     dim = x.shape[-1] if head_dim is None else head_dim
     shape = (*x.shape[:-1], dim)
-    if x.dim() == 4 and x.stride(1) < x.stride(2):
+    if lies_by_token(x):
         _, heads, tokens, _ = shape
         return x.new_empty_strided(shape, (tokens * heads * dim, dim, heads * dim, 1), dtype=dtype)
     return x.new_empty(shape, dtype=dtype)

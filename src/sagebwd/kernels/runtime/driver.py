@@ -11,7 +11,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows
+from sagebwd.call import Call, Saved, empty_gradients, empty_like_rows, lies_by_token
 from sagebwd.kernels import sinks as kernels
 from sagebwd.kernels.max_logits import max_logits
 from sagebwd.kernels.runtime.alignment import aligned_rows, contiguous
@@ -125,7 +125,7 @@ def _filled(x: Tensor | None, width: int) -> Tensor | None:
     """x with zeros up to a width, laid out as it is: scores, scales and means stay, results gain zeros."""
     if x is None or x.shape[-1] == width:
         return x
-    if x.dim() == 4 and x.stride(1) < x.stride(2):  # results lie as these rows do
+    if lies_by_token(x):  # results lie as these rows do
         return _filled(x.transpose(1, 2), width).transpose(1, 2)
     wide = zeros((*x.shape[:-1], width), x.dtype, x.device)
     copy(wide[..., : x.shape[-1]], x)

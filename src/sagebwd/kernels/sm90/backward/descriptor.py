@@ -101,14 +101,14 @@ class Rows(NamedTuple):
             batch, (pitch, head, unit) = 0, x.stride()
         pitch = pitch if tokens > 1 else 0
         batch, head = batch if batches > 1 else 0, head if heads > 1 else 0
-        readable = unit == 1 and pitch * x.element_size() % TMA_BYTES == 0
+        readable = unit == 1 and not (pitch | head) * x.element_size() % TMA_BYTES
         if readable and pitch >= head_dim and batch % pitch == 0:
             rows = batch // pitch * (batches - 1) + tokens
             if head % pitch == 0:
                 rows += head // pitch * (heads - 1)
                 return cls(x, rows, head_dim, pitch, batch // pitch, head // pitch, 0)
             columns = head * (heads - 1) + head_dim
-            if columns <= pitch and head * x.element_size() % TMA_BYTES == 0:
+            if columns <= pitch:
                 return cls(x, rows, columns, pitch, batch // pitch, 0, head)
         matrix = contiguous(packing.view(x))
         # sequences of a pack are no batch: each says where its tokens begin
