@@ -153,7 +153,16 @@ PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 30
         ({"scaling": "half"}, TypeError, "^scaling='half' must be a number"),
         ({"s_aux": torch.zeros(3)}, ValueError, r"^s_aux: expected shape \(4,\)"),
         ({"s_aux": torch.zeros(4, dtype=torch.long)}, TypeError, "^s_aux: dtype"),
-        ({"attention_mask": torch.zeros(1, 1, 49, 50)}, ValueError, "^attention_mask: shape .* does not broadcast"),
+        (
+            dict.fromkeys(PACKED) | {"attention_mask": torch.zeros(1, 1, 49, 50)},
+            ValueError,
+            "^attention_mask: shape .* does not broadcast",
+        ),
+        (
+            {"attention_mask": torch.zeros(1, 1, 50, 50)},
+            NotImplementedError,
+            "^cu_seq_lens_q beside an attention_mask of four dimensions",
+        ),
         ({"sliding_window": (8, 8)}, TypeError, r"^sliding_window=\(8, 8\) must be an integer"),
         ({"sliding_window": 0}, ValueError, "^sliding_window=0 must be at least 1"),
     ],
