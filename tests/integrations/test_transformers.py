@@ -175,6 +175,20 @@ def test_what_is_wrong_is_said_in_the_callers_words(changes, error, message):
         integration.attention(layer, *inputs, **{"attention_mask": None} | PACKED | changes)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_norms_in_fp32_beside_quantised_weights(dtype):
+    """Regression: a StopIteration, and queries in FP8; or beside norms in FP32 all in that."""
+    layer = build("qwen3", "full").model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 50, 16) for heads in (4, 2, 2))
+    expected, _ = integration.attention(layer, *(x.bfloat16() for x in (q, k, v)), None)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight = torch.zeros(2, 2, dtype=dtype)
+        getattr(layer, name).weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert torch.equal(integration.attention(layer, q, k, v.bfloat16(), None)[0], expected)
+    del layer.q_norm, layer.k_norm
+    assert torch.equal(integration.attention(layer, q, k, v.bfloat16(), None)[0], expected)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_leaves_q_and_k_in_fp32_and_v_in_bf16(name):
     """The trap of Trainer(bf16=True): three dtypes reach the attention function."""

@@ -152,7 +152,7 @@ def attention(
         query, key = left.rows(query, key, chosen["impl"])
         left = None
     if left is None:
-        query, key, value = _one_dtype(module, query, key, value)
+        query, key, value = _one_dtype(query, key, value)
     if sharing is not None:
         given = kwargs | {"s_aux": s_aux}
         return shared_attention(sharing, query, key, value, mask, given, {"scale": scaling, **chosen}), None
@@ -292,15 +292,13 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
         warnings.warn("attn_implementation='sagebwd' returns no attention weights; use 'eager' for them", stacklevel=4)
 
 
-def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that the layer computes in: autocast's, or else that of the layer's weights."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None and len(dtypes) == 1:
-        return tensors
-    if dtype is None:
-        dtype = next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
-    return tuple(tensor.to(dtype) for tensor in tensors)
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that the layer computes in: autocast's, or else that of values, which are projected.
+
+    Norms and rotary embeddings leave queries and keys in another; the layer's weights may be quantised.
+    """
+    dtype = autocast_dtype(value.device) or value.dtype
+    return tuple(x.to(dtype) for x in (query, key, value))
 
 
 def _carried(query: Tensor, key: Tensor, value: Tensor, mask: Mask, shared: dict[str, object]) -> Tensor:
