@@ -1,6 +1,7 @@
 """Llama and Qwen3 under attn_implementation="sagebwd": as under SDPA, padded and packed batches included."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -351,6 +352,21 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
             model(**inputs)
     finally:
         integration.register()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_parts_that_are_called_past_the_whole_follow_its_settings(change):
+    """Regression: set on a running model they were those of the whole's last forward."""
+    for recipe in ("full", "token"):
+        model = change(CLIPModel._from_config(clip(), attn_implementation="sagebwd"))
+        model.config.sagebwd = {"recipe": recipe}
+        model.get_image_features(torch.rand(1, 3, 16, 16))
+        assert settings(model.config.vision_config, None)["recipe"] == recipe
+        model.config.sagebwd = {"recipe": "paper"}
+        model.get_text_features(tokens(1, 8))
+        assert settings(model.config.text_config, None)["recipe"] == "paper"
 
 
 @pytest.mark.parametrize("change", ["in place", "anew", "before it is loaded", "of a copy"])

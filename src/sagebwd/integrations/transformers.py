@@ -107,6 +107,14 @@ def register() -> None:
         changes(self, *args, **kwargs)
         have_handed_down(self)
 
+    ends = PreTrainedModel.post_init
+
+    @wraps(ends)
+    def post_init(self: PreTrainedModel) -> None:
+        ends(self)
+        have_handed_down(self)
+
+    PreTrainedModel.post_init = post_init
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
     PreTrainedModel.set_attn_implementation = set_attn_implementation
 
