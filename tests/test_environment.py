@@ -157,6 +157,13 @@ def test_files_that_many_write_are_whole(tmp_path):
     assert [x.name for x in path.parent.iterdir()] == ["file"]
 
 
+def test_the_longest_name_is_one(tmp_path):
+    """Regression: the file that is moved to it had a longer one, which the error named."""
+    path = tmp_path / ("x" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+    environment.write_whole(path, "new")
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
 def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")

@@ -95,7 +95,7 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     is_special = path.exists() and not path.is_file()  # /dev/stdout may be a link to a pipe, which has no path
     target = path if is_special else Path(os.path.realpath(path))
-    temporary = target if is_special else target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    temporary = target if is_special else target.with_name(f".sagebwd-{secrets.token_hex(8)}")
     try:
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -65,7 +65,8 @@ def test_no_two_outputs_and_nothing_of_a_model_are_one_file(command, tmp_path, u
     text.write_text("a text")
     for arguments, told in (
         (("--save", new, "--output", new), f"--output {new} would be written over --save {new}"),
-        (("--output", tmp_path / "model" / "config.json"), "config.json would be written over --model"),
+        (("--output", tmp_path / "model" / "config.json"), "config.json would be written into --model"),
+        (("--save", tmp_path / "model" / "part.safetensors"), "part.safetensors would be written into --model"),
         (("--text", text, "--plot", text), "text.txt would be written over --text"),
     ):
         code, _, err = command("trace", "--model", tmp_path / "model", *arguments)
