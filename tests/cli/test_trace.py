@@ -146,7 +146,13 @@ def test_a_captured_file_that_does_not_say_its_layers(command, tmp_path, layers)
     assert f"{path}: it does not say which layers it holds" in err
 
 
-@pytest.mark.parametrize(("setting", "value"), [("heads", [0]), ("group", 0), ("scale", "1"), ("kv_heads", [0])])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("heads", [0]), ("heads", 5), ("heads", ["0"] * 4), ("group", 0), ("scale", "1"), ("scale", float("nan")),
+        ("kv_heads", [0]), ("window", "all"), ("window", [1]),
+    ],
+)  # fmt: skip
 def test_a_captured_file_whose_tensors_are_of_other_heads(command, captured, setting, value):
     with safe_open(captured, "pt") as file:
         metadata = file.metadata()
