@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import stat
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,12 @@ def test_a_path_that_cannot_be_written_is_said_before_anything_is_read(
     ):
         code, _, err = command("trace", "--model", "missing", option, path)
         assert (code, told in err, str(path.parent) in err) == (2, True, True), err
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_read(command, unmeasured, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = command("trace", "--model", "missing", "--plot", tmp_path / "plot.png")
+    assert (code, "matplotlib" in err, "extra 'diagnostics' brings it" in err) == (2, True, True), err
 
 
 def test_what_is_protected_is_not_replaced(monkeypatch, tmp_path):

@@ -72,7 +72,10 @@ def trace(
             from sagebwd.diagnostics import capture, models, tables
             from sagebwd.diagnostics import layers as together
             from sagebwd.diagnostics import trace as study
-            from sagebwd.diagnostics.plots import plot_trace
+            from sagebwd.diagnostics.plots import plot_trace, pyplot
+
+            if plot is not None:  # before what takes long
+                pyplot()
         except ImportError as error:
             raise ValueError(f"trace: {error}") from None
 
