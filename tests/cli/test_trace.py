@@ -93,6 +93,12 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_is_read(command, u
     assert (code, "matplotlib" in err, "extra 'diagnostics' brings it" in err) == (2, True, True), err
 
 
+def test_a_text_that_is_not_there_is_told_before_a_model_is_loaded(command, unmeasured, tmp_path):
+    for path, told in ((tmp_path, "a folder"), (tmp_path / "text.txt", "there is no such file")):
+        code, _, err = command("trace", "--model", "any", "--text", path)
+        assert (code, f"text='{path}': {told}; give a file" in err) == (2, True), err
+
+
 def test_what_is_protected_is_not_replaced(monkeypatch, tmp_path):
     path = tmp_path / "kept.json"
     path.write_text("kept")
