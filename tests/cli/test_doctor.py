@@ -22,8 +22,8 @@ def test_facts_say_that_triton_is_broken(monkeypatch, tmp_path, error):
     (tmp_path / "triton.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
-    kind, _, text = error.removesuffix('")').partition('("')
-    assert doctor.facts()["triton"] == f"broken ({kind}: {text}): the kernels need it (pip install triton)"
+    why = error.replace('("', ": ").removesuffix('")')
+    assert doctor.facts()["Triton"] == f"cannot be imported ({why}): the kernels need it (pip install triton)"
 
 
 def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):

@@ -33,11 +33,10 @@ def facts() -> dict[str, str]:
     try:
         import triton
 
-        found["triton"] = triton.__version__
+        found["Triton"] = triton.__version__
     except Exception as error:  # whatever one raises that is broken
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
-        why = "not installed" if is_missing else f"broken ({type(error).__name__}: {error})"
-        found["triton"] = f"{why}: the kernels need it (pip install triton)"
+        why = f"cannot be imported ({type(error).__name__}: {error})"
+        found["Triton"] = f"{why}: the kernels need it (pip install triton)"
     found["CUDA (torch)"] = torch.version.cuda or "none: this torch is built for CPUs"
     if os.environ.get("TRITON_INTERPRET") == "1":
         found["TRITON_INTERPRET"] = "1: triton's kernels are interpreted, which is very slow"
