@@ -26,7 +26,7 @@ from sagebwd.dtensor import shares_of
 from sagebwd.planning import specification
 from sagebwd.planning.plan import Plan
 from sagebwd.recipe import AUTO, Recipe
-from sagebwd.tracing import assume_constant
+from sagebwd.tracing import assume_constant, is_exported
 
 # In a plan's place.
 COMPOSED = "composed"
@@ -69,7 +69,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[s
 
 def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Tensor | None:
     """The output by attention's operator, or None where the call is composed. Raises as `sage_attention`."""
-    if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
+    if is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
     if shares_of(q, k, v, None, None, packed=q.dim() == 3) is not None:  # of DTensors
         return None
@@ -104,12 +104,6 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[
         return None
     trains = any(x is not None and x.requires_grad for x in (q, k, v, prologue.q_weight, prologue.k_weight))
     return checked._replace(ask=checked.ask._replace(training=torch.is_grad_enabled() and trains))
-
-
-@assume_constant
-def _is_exported() -> bool:
-    """Whether torch.export traces the call. Asked in a trace itself, torch 2.11 says yes of torch.compile's too."""
-    return torch.compiler.is_exporting()
 
 
 @assume_constant
