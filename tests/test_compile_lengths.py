@@ -153,3 +153,19 @@ def test_shapes_on_a_gpu_ask_for_no_length(head_dim, is_packed, monkeypatch):
         *gradients, _ = ops.attention_backward(o, None, q, q, q, *saved, *masks, head_dim, *numbers)
     assert all(x.shape == shape for x in (o, *gradients))
     assert not [guard.expr for guard in environment.guards]
+
+
+@pytest.mark.parametrize("position", [{"is_causal": True}, {"window": (3, 2)}], ids=["causal", "window"])
+def test_an_exported_program_takes_any_lengths_of_queries_and_keys(position):
+    """Regression: a guard held it to fewer queries than keys, as in its example, and torch.export refused."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attend(q, k, v, recipe="token", **position)
+
+    tensors = [x.detach() for x in crossed(2, 8)]
+    queries, keys = (torch.export.Dim(name, min=2, max=64) for name in ("queries", "keys"))
+    lengths = {"q": {2: queries}, "k": {2: keys}, "v": {2: keys}}
+    program = torch.export.export(Attend(), tuple(tensors), dynamic_shapes=lengths).module()
+    for given in (dense(2, 9), [dense(2, 40)[0], *tensors[1:]]):
+        assert torch.equal(program(*given), attend(*given, recipe="token", **position))

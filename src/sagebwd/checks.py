@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers as kinds
 import operator
 import sys
@@ -132,7 +133,10 @@ def is_number(x: object) -> bool:
 
 def is_finite(x: float) -> bool:
     """Whether a number is one of a float, which NaN and integers of over 300 digits are not."""
-    return abs(x) < 1e308  # math.isfinite cannot be traced
+    try:
+        return abs(float(x)) < math.inf  # math.isfinite cannot be traced
+    except OverflowError:
+        return False
 
 
 def index(x: object) -> int | None:

@@ -162,7 +162,11 @@ class Recipe:
     @classmethod
     def parse_or_auto(cls, text: str | Recipe) -> Recipe | str:
         """As `parse`, but for "auto", which each call is to choose for itself (`sagebwd.dispatch.choose`)."""
-        return AUTO if isinstance(text, str) and text == AUTO else cls.parse(text)
+        if isinstance(text, str) and text.strip() == AUTO:
+            if text != AUTO:  # each call compares it
+                raise ValueError(f"recipe: {text!r} has blanks; write {AUTO!r}")
+            return AUTO
+        return cls.parse(text)
 
     def replace(self, **changes: object) -> Recipe:
         """A copy with the given fields changed. Raises ValueError for a field that does not exist."""
