@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from sagebwd import Recipe, dispatch, ops, sage_attention
+from sagebwd import RECIPES, Recipe, dispatch, ops, sage_attention
 from tests.attention_case import leaves
 from tests.inputs import draw
 from tests.masks import draw as draw_mask
@@ -116,6 +116,14 @@ def test_compile_reads_recipes(recipe):
     compiled = torch.compile(lambda *x: attend(*x, recipe=recipe), fullgraph=True, backend="aot_eager")
     inputs = [x.detach() for x in dense()[:3]]
     assert torch.equal(compiled(*inputs), attend(*inputs, recipe=recipe))
+
+
+def test_each_recipe_gets_a_graph_of_its_own():
+    """Regression: a Recipe in another's place ran by that one's graph, and numbers in its text were symbols."""
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    inputs = [x.detach() for x in dense()[:3]]
+    for recipe in (RECIPES["full"], RECIPES["token"], Recipe(first_keys=4), Recipe(first_keys=0, smooth_k=False)):
+        assert torch.equal(compiled(*inputs, recipe=recipe), attend(*inputs, recipe=recipe)), recipe
 
 
 def test_compile_with_a_kernel_family_and_what_it_refuses():
