@@ -126,6 +126,18 @@ def test_each_recipe_gets_a_graph_of_its_own():
         assert torch.equal(compiled(*inputs, recipe=recipe), attend(*inputs, recipe=recipe)), recipe
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_a_mask_under_vmap_is_refused(compiled):
+    """Regression: vmap's tensors need none, and it was missing without a word."""
+    rows, bias = torch.randn(2, 1, 1, 4, 8), torch.zeros(2, 4, 4, requires_grad=True)
+    of_batch = torch.vmap(lambda x, bias: attend(x, x, x, attn_mask=bias))
+    if compiled:
+        of_batch = torch.compile(of_batch, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="attn_mask: its gradient is not supported"):
+        of_batch(rows, bias)
+    of_batch(rows, bias.detach())
+
+
 def test_compile_with_a_kernel_family_and_what_it_refuses():
     """Regression: importing the family broke the graph, on GPUs alone, where it is the default."""
     program = """
