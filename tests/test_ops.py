@@ -138,6 +138,13 @@ def test_the_gradient_of_a_mask_under_vmap_is_refused(compiled):
     of_batch(rows, bias.detach())
 
 
+def test_gradients_by_transforms_are_refused_in_a_trace():
+    """Regression: by an error of torch's, about how an autograd.Function is to be written."""
+    compiled = torch.compile(torch.func.grad(lambda x: attend(x, x, x).sum()), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"gradients of torch\.func .*are not supported"):
+        compiled(torch.randn(1, 1, 4, 8))
+
+
 def test_compile_with_a_kernel_family_and_what_it_refuses():
     """Regression: importing the family broke the graph, on GPUs alone, where it is the default."""
     program = """

@@ -228,6 +228,8 @@ def differentiable(
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
         needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        if needed and torch._C._functorch.peek_interpreter_stack() is not None:
+            checks.refuse_transforms()  # in a trace, where `checks.kind` could not ask
         for n, x in enumerate(arguments):
             if n not in places and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
                 name = operator._schema.arguments[n].name.replace("mask", "attn_mask")
