@@ -118,6 +118,19 @@ def test_one_graph_of_inductor(form):
     assert graphs(function, inputs, SIZES[:3], "inductor", dynamic=True) == 1
 
 
+@pytest.mark.parametrize("recipe", [AUTO, "token"])
+def test_a_batch_that_is_read_in_the_graph(recipe):
+    """Regression: "auto" asked whether there are tokens at all, which of such a batch nobody knows."""
+
+    def some(q, k, v, wanted):
+        return sage_attention(q[wanted], k[wanted], v[wanted], is_causal=True, enable_gqa=True, recipe=recipe)
+
+    given = *dense(3, 9), torch.tensor([True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(some, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(found, some(*given))
+
+
 def test_one_graph_of_replaced_sdpa():
     def block(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -199,7 +199,7 @@ def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
     """
     if more or not _is_automatic(ask) or switches.current.deterministic:
         return False
-    return ask.only_torch is not None or (query.numel() > 0 and key.numel() > 0)
+    return ask.only_torch is not None or not (is_known(query.numel() == 0) or is_known(key.numel() == 0))
 
 
 def _trains(*tensors: Tensor | None) -> bool:

@@ -4,8 +4,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch.utils._pytree import register_constant
+
+from sagebwd.recipe import Recipe
 
 F = TypeVar("F", bound=Callable)
+
+# A graph is for recipes that equal the one it was traced with: a trace sets no guard on what ``is`` compares.
+register_constant(Recipe)
 
 
 def assume_constant(function: F) -> F:
