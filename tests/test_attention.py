@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -265,6 +266,7 @@ def test_refused(change, error, message):
         sage_attention(**{"query": Q, "key": K, "value": V} | change)
 
 
+@pytest.mark.filterwarnings("error")
 def test_numbers_of_numpy_are_numbers():
     """Regression: those that are no float of Python's were refused; torch's own attention takes them."""
     numpy = pytest.importorskip("numpy")
@@ -272,6 +274,7 @@ def test_numbers_of_numpy_are_numbers():
     given = {"scale": numpy.float32(0.5), "dropout_p": numpy.float16(0)}
     assert torch.equal(sage_attention(Q, K, V, **given), expected)
     assert torch.equal(sage_attention(Q, K, V, scale=numpy.int64(1)), sage_attention(Q, K, V, scale=1.0))
+    assert not sage_attention(Q, K, V, dropout_p=Fraction(1)).count_nonzero(), "which torch takes for no number"
 
 
 REFUSED_PACKED = [

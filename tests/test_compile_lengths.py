@@ -118,6 +118,19 @@ def test_one_graph_of_inductor(form):
     assert graphs(function, inputs, SIZES[:3], "inductor", dynamic=True) == 1
 
 
+@pytest.mark.parametrize("recipe", [AUTO, "token"])
+def test_a_batch_that_is_read_in_the_graph(recipe):
+    """Regression: "auto" asked whether there are tokens at all, which of such a batch nobody knows."""
+
+    def some(q, k, v, wanted):
+        return sage_attention(q[wanted], k[wanted], v[wanted], is_causal=True, enable_gqa=True, recipe=recipe)
+
+    given = *dense(3, 9), torch.tensor([True, False, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(some, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(found, some(*given))
+
+
 def test_one_graph_of_replaced_sdpa():
     def block(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -153,3 +166,19 @@ def test_shapes_on_a_gpu_ask_for_no_length(head_dim, is_packed, monkeypatch):
         *gradients, _ = ops.attention_backward(o, None, q, q, q, *saved, *masks, head_dim, *numbers)
     assert all(x.shape == shape for x in (o, *gradients))
     assert not [guard.expr for guard in environment.guards]
+
+
+@pytest.mark.parametrize("position", [{"is_causal": True}, {"window": (3, 2)}], ids=["causal", "window"])
+def test_an_exported_program_takes_any_lengths_of_queries_and_keys(position):
+    """Regression: a guard held it to fewer queries than keys, as in its example, and torch.export refused."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attend(q, k, v, recipe="token", **position)
+
+    tensors = [x.detach() for x in crossed(2, 8)]
+    queries, keys = (torch.export.Dim(name, min=2, max=64) for name in ("queries", "keys"))
+    lengths = {"q": {2: queries}, "k": {2: keys}, "v": {2: keys}}
+    program = torch.export.export(Attend(), tuple(tensors), dynamic_shapes=lengths).module()
+    for given in (dense(2, 9), [dense(2, 40)[0], *tensors[1:]]):
+        assert torch.equal(program(*given), attend(*given, recipe="token", **position))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -155,6 +156,28 @@ def test_files_that_many_write_are_whole(tmp_path):
     assert not failed
     assert path.read_text() in texts
     assert [x.name for x in path.parent.iterdir()] == ["file"]
+
+
+def test_the_longest_name_is_one(tmp_path):
+    """Regression: the file that is moved to it had a longer one, which the error named."""
+    path = tmp_path / ("x" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+    environment.write_whole(path, "new")
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_others(tmp_path):
+    """Regression: what another library writes, as safetensors, was its owner's alone; a secret file was all's."""
+
+    def own(path):
+        path.unlink(missing_ok=True)
+        os.close(os.open(path, os.O_CREAT, 0o600))
+
+    (tmp_path / "file").touch()
+    environment.write_whole(tmp_path / "new", own)
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "file").stat().st_mode
+    (tmp_path / "file").chmod(0o640)
+    environment.write_whole(tmp_path / "file", "new")
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
 def test_a_link_is_followed_and_a_pipe_is_written_to(tmp_path):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from sagebwd import Recipe, dispatch, ops, sage_attention
+from sagebwd import RECIPES, Recipe, dispatch, ops, sage_attention
 from tests.attention_case import leaves
 from tests.inputs import draw
 from tests.masks import draw as draw_mask
@@ -116,6 +116,33 @@ def test_compile_reads_recipes(recipe):
     compiled = torch.compile(lambda *x: attend(*x, recipe=recipe), fullgraph=True, backend="aot_eager")
     inputs = [x.detach() for x in dense()[:3]]
     assert torch.equal(compiled(*inputs), attend(*inputs, recipe=recipe))
+
+
+def test_each_recipe_gets_a_graph_of_its_own():
+    """Regression: a Recipe in another's place ran by that one's graph, and numbers in its text were symbols."""
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    inputs = [x.detach() for x in dense()[:3]]
+    for recipe in (RECIPES["full"], RECIPES["token"], Recipe(first_keys=4), Recipe(first_keys=0, smooth_k=False)):
+        assert torch.equal(compiled(*inputs, recipe=recipe), attend(*inputs, recipe=recipe)), recipe
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_a_mask_under_vmap_is_refused(compiled):
+    """Regression: vmap's tensors need none, and it was missing without a word."""
+    rows, bias = torch.randn(2, 1, 1, 4, 8), torch.zeros(2, 4, 4, requires_grad=True)
+    of_batch = torch.vmap(lambda x, bias: attend(x, x, x, attn_mask=bias))
+    if compiled:
+        of_batch = torch.compile(of_batch, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="attn_mask: its gradient is not supported"):
+        of_batch(rows, bias)
+    of_batch(rows, bias.detach())
+
+
+def test_gradients_by_transforms_are_refused_in_a_trace():
+    """Regression: by an error of torch's, about how an autograd.Function is to be written."""
+    compiled = torch.compile(torch.func.grad(lambda x: attend(x, x, x).sum()), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"gradients of torch\.func .*are not supported"):
+        compiled(torch.randn(1, 1, 4, 8))
 
 
 def test_compile_with_a_kernel_family_and_what_it_refuses():

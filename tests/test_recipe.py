@@ -72,6 +72,13 @@ def test_bad_text_raises(text, message):
         Recipe.parse(text)
 
 
+@pytest.mark.parametrize("text", [" auto", "auto\n"])
+def test_auto_with_blanks_is_told_so(text):
+    """Regression: that "auto" fixes no numbers, where it may be given."""
+    with pytest.raises(ValueError, match="has blanks; write 'auto'"):
+        Recipe.parse_or_auto(text)
+
+
 def test_bad_values_raise_at_construction():
     with pytest.raises(ValueError, match="q_scale='row'"):
         Recipe(q_scale="row")

@@ -45,8 +45,8 @@ def choice_of(
         four = in_four_dimensions(*(call[name] for name in (*names, "enable_gqa")))
         call = call if four is None else call | dict(zip(names, four[3:]))
         checked = arguments_of(**call, card=card)
-        fewer = within_reach(checked, *(call[name] for name in ("key", "value", "attn_mask", "block_mask")), card)
-        if fewer is not None:
+        fewer = within_reach(checked, *(call[name] for name in ("key", "value", "attn_mask", "block_mask")))
+        if fewer is not None and checked.choice(card).contender is None:
             checked = arguments_of(**call | dict(zip(("key", "value", "attn_mask"), fewer)), card=card)
     if card is not None:
         checked = checked._replace(ask=checked.ask._replace(device=torch.device("cuda")))
@@ -131,18 +131,14 @@ def arguments_of(
 
 
 def within_reach(
-    checked: Arguments, key: Tensor, value: Tensor, attn_mask: Tensor | None, block_mask: BlockMask | Mask | None,
-    card: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None] | None:  # fmt: skip
+    checked: Arguments, key: Tensor, value: Tensor, attn_mask: Tensor | None, block_mask: BlockMask | Mask | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """key, value and attn_mask of the keys that some query sees by its position; None where that is all of them.
 
-    The others must not count in K's mean and V's scales. A block_mask is made for all keys, and keeps them; who takes
-    a call of "auto" cuts them off itself, by its plan.
+    The others must not count in K's mean and V's scales. A block_mask is made for all keys, and keeps them.
     """
     (queries, keys), right = checked.lengths, 0 if checked.is_causal else checked.window[1]
     if block_mask is not None or right < 0 or not is_known(queries + right < keys):
-        return None
-    if not torch.compiler.is_compiling() and checked.choice(card).contender is not None:
         return None
     seen = queries + right
     if attn_mask is not None and attn_mask.shape[-1] > 1:
@@ -203,7 +199,7 @@ def _may_hand_over(ask: Ask, query: Tensor, key: Tensor, more: bool) -> bool:
     """
     if more or not _is_automatic(ask) or switches.current.deterministic:
         return False
-    return ask.only_torch is not None or (query.numel() > 0 and key.numel() > 0)
+    return ask.only_torch is not None or not (is_known(query.numel() == 0) or is_known(key.numel() == 0))
 
 
 def _trains(*tensors: Tensor | None) -> bool:

@@ -156,7 +156,8 @@ def sage_attention(
     checked = arguments_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
     mask_argument.check(block_mask, checked.query, checked.key)
     fewer = within_reach(checked, key, value, attn_mask, block_mask)
-    if fewer is not None:
+    # whom "auto" hands a call to cuts keys off itself, by a plan that is kept for calls of all keys
+    if fewer is not None and (kind is spec is None or checked.choice().contender is None):
         return sage_attention(query, *fewer, dropout_p, is_causal, scale, enable_gqa, **options)
     if block_mask is not None and mask is None:  # a BlockMask that is read now
         mask = mask_argument.read_now(block_mask)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers as kinds
 import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +134,10 @@ def is_number(x: object) -> bool:
 
 def is_finite(x: float) -> bool:
     """Whether a number is one of a float, which NaN and integers of over 300 digits are not."""
-    return abs(x) < 1e308  # math.isfinite cannot be traced
+    try:
+        return abs(float(x)) < math.inf  # math.isfinite cannot be traced
+    except OverflowError:
+        return False
 
 
 def index(x: object) -> int | None:
@@ -166,9 +171,14 @@ def kind(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None)
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
     if transforms and (differentiated or any(x.key() == torch._C._functorch.TransformType.Grad for x in transforms)):
-        raise NotImplementedError(
-            f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
-        )
+        refuse_transforms()
+
+
+def refuse_transforms() -> NoReturn:
+    """Raises what gradients by transforms are refused with."""
+    raise NotImplementedError(
+        f"gradients of torch.func (grad, vjp, jacrev) and under vmap are not supported; use backward, or {_SDPA}"
+    )
 
 
 def refuse_forward_mode(given: Iterable[tuple[str, Tensor | None]]) -> None:

@@ -14,9 +14,11 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -88,22 +90,27 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
     """Write a file, text in UTF-8, so that readers find the old one or the new one, however many write it at once.
 
     Args: content, or what writes it to a path that it is given. A link is followed, and what is no file, as a pipe or
-    /dev/stdout, is written to.
+    /dev/stdout, is written to. Who may read and write the old one may the new one.
 
     Raises OSError, which names the file, where it cannot be written; nothing of it is left then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     is_special = path.exists() and not path.is_file()  # /dev/stdout may be a link to a pipe, which has no path
     target = path if is_special else Path(os.path.realpath(path))
-    temporary = target if is_special else target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    temporary = target if is_special else target.with_name(f".sagebwd-{secrets.token_hex(8)}")
     try:
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not is_special:
+            temporary.touch()  # with the mode that files of this user have
+            mode = (target if target.exists() else temporary).stat().st_mode
         if callable(content):
             content(temporary)
         else:
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         if not is_special:
+            with suppress(OSError):  # a file system may have no modes
+                temporary.chmod(stat.S_IMODE(mode))
             os.replace(temporary, target)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error

@@ -214,8 +214,8 @@ def differentiable(
 ) -> None:  # fmt: skip
     """Register a derivative of an operator, for calls in which one of the ``inputs`` needs a gradient.
 
-    Its forward is given the operator below autograd, a function, and the arguments. Tangents are refused here, where
-    a trace has them too.
+    Its forward is given the operator below autograd, a function, and the arguments. Tangents, and other arguments that
+    need a gradient, are refused here, where a trace has them too, and vmap, whose own tensors need none.
     """
     places = [n for n, argument in enumerate(operator._schema.arguments) if argument.name in inputs]
 
@@ -228,6 +228,14 @@ def differentiable(
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
         needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        if needed and torch._C._functorch.peek_interpreter_stack() is not None:
+            checks.refuse_transforms()  # in a trace, where `checks.kind` could not ask
+        for n, x in enumerate(arguments):
+            if n not in places and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+                name = operator._schema.arguments[n].name.replace("mask", "attn_mask")
+                raise NotImplementedError(
+                    f"{name}: its gradient is not supported; pass {name}.detach() if it needs none"
+                )
         return derivative.apply(below, *arguments) if needed else below(*arguments)
 
     LIBRARY.impl(operator.name().removeprefix("sagebwd::"), dispatched, "Autograd", with_keyset=True)

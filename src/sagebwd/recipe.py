@@ -20,6 +20,7 @@ Source: arXiv 2603.02170 (``paper``).
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -162,7 +163,11 @@ class Recipe:
     @classmethod
     def parse_or_auto(cls, text: str | Recipe) -> Recipe | str:
         """As `parse`, but for "auto", which each call is to choose for itself (`sagebwd.dispatch.choose`)."""
-        return AUTO if isinstance(text, str) and text == AUTO else cls.parse(text)
+        if isinstance(text, str) and text.strip() == AUTO:
+            if text != AUTO:  # each call compares it
+                raise ValueError(f"recipe: {text!r} has blanks; write {AUTO!r}")
+            return AUTO
+        return cls.parse(text)
 
     def replace(self, **changes: object) -> Recipe:
         """A copy with the given fields changed. Raises ValueError for a field that does not exist."""
@@ -178,11 +183,16 @@ class Recipe:
             name: [x for x in _FIELDS if getattr(named, x) != getattr(self, x)] for name, named in RECIPES.items()
         }
         best = min(differences, key=lambda name: len(differences[name]))
-        changes = ", ".join([f"{field}={getattr(self, field)}" for field in differences[best]])
+        changes = ", ".join([f"{field}={_constant(getattr(self, field))}" for field in differences[best]])
         return f"{best}({changes})" if changes else best
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
+
+
+def _constant(value: str | int) -> str | int:
+    """A field's value, of which a trace takes a number for a symbol that no text has."""
+    return operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _check_fields(names: Iterable[str]) -> None:

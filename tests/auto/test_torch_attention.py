@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import sagebwd
 from sagebwd import arguments, counts, replace_sdpa, sage_attention, sage_attention_varlen, switches
 from sagebwd.auto import choice as auto_choice
 from sagebwd.auto import torch_attention
+from sagebwd.auto.contenders import TORCH
 from sagebwd.cache import PLANS
 from sagebwd.call import Ask
 from sagebwd.masks.band import Band
@@ -90,6 +92,17 @@ def test_torch_computes_the_same_call(name, handed):
         for actual, exact in zip(found, expected):
             torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
     assert counts.counts == {counts.TORCH: 2}
+
+
+def test_keys_that_no_query_sees_by_its_position_count_nowhere_in_a_mode(monkeypatch):
+    """Regression: whom a plan hands the call to was asked, and a mode's calls, which have none, kept all keys."""
+    q, k, v = (x.detach() for x in draw(30, 44))
+    exact = sage_attention(q, k[:, :, :30], v[:, :, :30], is_causal=True, enable_gqa=True, recipe="full")
+    monkeypatch.setattr(auto_choice, "contender_of", lambda *given: None if given[3:] == (False,) else TORCH)
+    k[:, :, 30:] = v[:, :, 30:] = torch.nan
+    with FlopCounterMode(display=False):
+        found = sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize(("options", "most"), [({}, 5), ({"is_causal": True}, 5), ({"window": (5, 0)}, 6)])

@@ -1,3 +1,4 @@
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,16 @@ def test_facts_name_the_interpreter(monkeypatch):
     assert "interpreted" in doctor.facts()["TRITON_INTERPRET"]
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "TRITON_INTERPRET" not in doctor.facts()
+
+
+@pytest.mark.parametrize("error", ['ImportError("libcuda.so.1: no such file")', 'RuntimeError("of its own")'])
+def test_facts_say_that_triton_is_broken(monkeypatch, tmp_path, error):
+    """Regression: a traceback, or a name that was None, where a person asks what is wrong."""
+    (tmp_path / "triton.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    why = error.replace('("', ": ").removesuffix('")')
+    assert doctor.facts()["Triton"] == f"cannot be imported ({why}): the kernels need it (pip install triton)"
 
 
 def test_facts_name_the_kernel_of_mixed_on_hopper(monkeypatch):

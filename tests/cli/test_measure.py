@@ -5,17 +5,19 @@ import os
 import sys
 import threading
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 
 from sagebwd import dispatch
 from sagebwd.auto import model, peers, timings
 from sagebwd.auto.model import FORWARD, TRAINING
 from sagebwd.cli import measure as bench
 from sagebwd.cli import timings as command
-from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, WINDOW
+from sagebwd.masks.kinds import CAUSAL, FULL, KINDS, MASK, PACKED, PADDING, WINDOW
 from sagebwd.reference.metrics import relative_l2
 from tests.threads import at_once
 
@@ -206,6 +208,27 @@ def test_the_command_keeps_what_others_it_had_measured(of_few_points):
     assert {(row["kind"], row["head_dim"]) for row in rows} == {(CAUSAL, 16), (CAUSAL, 8), (FULL, 16)}
     places = [(row["kind"], row["head_dim"], row["direction"], row["tokens"]) for row in rows]
     assert len(places) == len(set(places)), "measured again, not twice"
+
+
+@pytest.mark.parametrize("how", ["cut off", "two at once"])
+def test_the_command_keeps_what_it_did_not_measure_anew(of_few_points, how, monkeypatch):
+    """Regression: what it was to come to was gone with its first case; what another had measured since, with each."""
+    measure, cases = bench.measure, [bench.Case(kind, 16, 16) for kind in (CAUSAL, FULL, PADDING)]
+    command.measure("cpu", cases[:2], None, "abc")
+
+    def first_alone(device, chosen, **options):
+        yield from measure(device, chosen[:1])
+        if how == "cut off":
+            raise KeyboardInterrupt
+        monkeypatch.setattr(bench, "measure", measure)
+        command.measure(device, cases[2:], None, "abc")
+        yield from measure(device, chosen[1:])
+
+    monkeypatch.setattr(bench, "measure", first_alone)
+    with pytest.raises(typer.Exit) if how == "cut off" else nullcontext():
+        command.measure("cpu", cases[:2], None, "abc")
+    rows = json.loads(timings.kept_at("cpu", torch.__version__).read_text())["rows"]
+    assert {row["kind"] for row in rows} == {CAUSAL, FULL} | ({PADDING} if how == "two at once" else set())
 
 
 def test_of_what_a_machine_did_not_measure_the_packages_times_count(of_few_points, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import stat
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -65,7 +66,8 @@ def test_no_two_outputs_and_nothing_of_a_model_are_one_file(command, tmp_path, u
     text.write_text("a text")
     for arguments, told in (
         (("--save", new, "--output", new), f"--output {new} would be written over --save {new}"),
-        (("--output", tmp_path / "model" / "config.json"), "config.json would be written over --model"),
+        (("--output", tmp_path / "model" / "config.json"), "config.json would be written into --model"),
+        (("--save", tmp_path / "model" / "part.safetensors"), "part.safetensors would be written into --model"),
         (("--text", text, "--plot", text), "text.txt would be written over --text"),
     ):
         code, _, err = command("trace", "--model", tmp_path / "model", *arguments)
@@ -83,6 +85,18 @@ def test_a_path_that_cannot_be_written_is_said_before_anything_is_read(
     ):
         code, _, err = command("trace", "--model", "missing", option, path)
         assert (code, told in err, str(path.parent) in err) == (2, True, True), err
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_read(command, unmeasured, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = command("trace", "--model", "missing", "--plot", tmp_path / "plot.png")
+    assert (code, "matplotlib" in err, "extra 'diagnostics' brings it" in err) == (2, True, True), err
+
+
+def test_a_text_that_is_not_there_is_told_before_a_model_is_loaded(command, unmeasured, tmp_path):
+    for path, told in ((tmp_path, "a folder"), (tmp_path / "text.txt", "there is no such file")):
+        code, _, err = command("trace", "--model", "any", "--text", path)
+        assert (code, f"text='{path}': {told}; give a file" in err) == (2, True), err
 
 
 def test_what_is_protected_is_not_replaced(monkeypatch, tmp_path):
@@ -145,7 +159,13 @@ def test_a_captured_file_that_does_not_say_its_layers(command, tmp_path, layers)
     assert f"{path}: it does not say which layers it holds" in err
 
 
-@pytest.mark.parametrize(("setting", "value"), [("heads", [0]), ("group", 0), ("scale", "1"), ("kv_heads", [0])])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("heads", [0]), ("heads", 5), ("heads", ["0"] * 4), ("group", 0), ("scale", "1"), ("scale", float("nan")),
+        ("kv_heads", [0]), ("window", "all"), ("window", [1]),
+    ],
+)  # fmt: skip
 def test_a_captured_file_whose_tensors_are_of_other_heads(command, captured, setting, value):
     with safe_open(captured, "pt") as file:
         metadata = file.metadata()

@@ -232,7 +232,7 @@ def test_command(command, run, tmp_path):
         (("--model", "RUN/model", "--layers", "one"), "layers='one': expected indices with commas"),
         (("--model", "RUN/model", "--heads", "9"), "heads: 9 is not in layer 0"),
         (("--model", "RUN/model", "--recipe", "fp4"), "none called 'fp4'"),
-        (("--model", "RUN/model", "--text", "none.txt"), "No such file"),
+        (("--model", "RUN/model", "--text", "none.txt"), "text='none.txt': there is no such file; give a file"),
         (("--load", "none"), "there is no such file"),
     ],
 )

@@ -72,8 +72,9 @@ def refusals(group):
     for call in (lambda group: shard(x, 2, group), lambda group: ring_attention(x, x, x, group=group)):
         with pytest.raises(ValueError, match=r"group: process \d is not in it"):
             call(dist.GroupMember.NON_GROUP_MEMBER)
-        with pytest.raises(TypeError, match=r"group: expected a process group or None, got str; a DeviceMesh has one"):
-            call("cp")
+        for given, kind in (("cp", "str"), (2, "int")):
+            with pytest.raises(TypeError, match=f"group: expected a process group or None, got {kind}; a DeviceMesh"):
+                call(given)
     wide = torch.randn(1, 1, 4, 520)
     with pytest.raises(ValueError, match=r"head_dim 520 is not supported; accepted: 1 to 512; .*: divide heads in"):
         ring_attention(wide, wide, wide, group=group)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sagebwd import qk_norm_rope_attention
+from sagebwd import qk_norm_rope, qk_norm_rope_attention, sage_attention
 from sagebwd.checkpointing import keep_attention
 from sagebwd.norm_rope.composed import HALF, INTERLEAVED
 from tests.gpus import HAS_HOPPER, OF_PROJECTIONS, OF_ROWS, kernels_of
@@ -236,6 +238,30 @@ def test_an_exported_program_is_composed(stand_in, strict):  # noqa: F811
     program = torch.export.export(Module(), tuple(x.detach() for x in given.leaves), strict=strict)
     (node,) = (node for node in program.graph.nodes if node.target is ATTENTION)
     assert len(node.args) <= 20, "a prologue"
+
+
+def of_fewer_queries(backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """O of 5 causal queries beside 21 keys, of which all but 5 are NaN, and what is composed of these 5."""
+    torch._dynamo.reset()
+    q, k, v = (Case(heads=(2, 2)).draw(2, n) for n in range(3))
+    q, k[:, :, 5:], v[:, :, 5:] = q[:, :, :5], torch.nan, torch.nan
+    settings = {"is_causal": True, "recipe": "mixed"}
+    attend = partial(qk_norm_rope_attention, eps=EPS, **settings)
+    found = (attend if backend is None else torch.compile(attend, fullgraph=True, backend=backend))(q, k, v)
+    return found, sage_attention(*qk_norm_rope(q, k[:, :, :5], eps=EPS), v[:, :, :5], **settings)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_keys_that_no_query_sees_by_its_position_count_nowhere(stand_in, backend):  # noqa: F811
+    """Regression: where the passes take the prologue they set K's mean and V's scales."""
+    assert torch.equal(*of_fewer_queries(backend))
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="of Hopper's kernels")
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_keys_that_no_query_sees_by_its_position_count_nowhere_on_hopper(backend):
+    found, expected = of_fewer_queries(backend)
+    assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
 
 
 def test_forward_mode_is_refused_in_a_trace(stand_in):  # noqa: F811

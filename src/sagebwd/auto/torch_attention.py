@@ -76,6 +76,7 @@ def way_of(
 
     None where a query sees no key by position alone: torch does not say what that gives.
     """
+    dropout_p = dropout_p and float(dropout_p)  # torch takes no other number
     tokens_q, tokens_k = query.shape[2], key.shape[2]
     left, right = window
     left = -1 if left >= tokens_q - 1 else left

@@ -33,9 +33,10 @@ def facts() -> dict[str, str]:
     try:
         import triton
 
-        found[triton.__name__] = triton.__version__
-    except ImportError as error:
-        found[error.name] = "not installed: the kernels need it (pip install triton)"
+        found["Triton"] = triton.__version__
+    except Exception as error:  # whatever one raises that is broken
+        why = f"cannot be imported ({type(error).__name__}: {error})"
+        found["Triton"] = f"{why}: the kernels need it (pip install triton)"
     found["CUDA (torch)"] = torch.version.cuda or "none: this torch is built for CPUs"
     if os.environ.get("TRITON_INTERPRET") == "1":
         found["TRITON_INTERPRET"] = "1: triton's kernels are interpreted, which is very slow"

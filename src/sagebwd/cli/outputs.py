@@ -10,7 +10,8 @@ from sagebwd.environment import make
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None] | None = None) -> None:
-    """Raises ValueError for a file that cannot be written, or that would take the place of an input or another output.
+    """Raises ValueError for a file that cannot be written, or that would take the place of an input or another output,
+    or be a part of an input that is a folder.
 
     Args: outputs and inputs, by option; None for one that is not given. The folder of an output is made.
     """
@@ -18,8 +19,10 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | 
     others = {name: path for name, path in (inputs or {}).items() if path is not None}
     for name, path in given.items():
         for other, its in others.items():
-            if _is_same(path, its) or (its.is_dir() and path.exists() and _is_inside(path, its)):
+            if _is_same(path, its):
                 raise ValueError(f"{name} {path} would be written over {other} {its}; give another file")
+            if its.is_dir() and _is_inside(path, its):  # a model is all files of its folder
+                raise ValueError(f"{name} {path} would be written into {other} {its}; give a file elsewhere")
         others[name] = path
         if path.is_dir():
             raise ValueError(f"{name} {path} is a folder; give a file")

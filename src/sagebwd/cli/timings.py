@@ -38,8 +38,8 @@ def measure(
 
     report: a file for this project, which has self-tests of recipes too (`sagebwd.cli.report`).
 
-    Both are written anew with every case: what is cut off keeps what it measured. What is kept of other kinds of mask
-    and of other widths than those of ``cases`` stays.
+    Both are written anew with every case: what is cut off keeps what it measured, and what was kept of kinds of mask
+    and widths that it did not come to.
 
     Raises ValueError, before anything is timed, where nothing can be kept or ``output`` cannot be written.
     """
@@ -54,14 +54,14 @@ def measure(
             f"{kept.parent} cannot be written ({type(error).__name__}: {error}); set {CACHE_DIR} to a folder that "
             "can be"
         ) from None
-    anew = {(case.kind, case.head_dim, case.value_dim) for case in cases}
-    rows_before, _ = read(kept, torch.__version__)
-    before = [row for row in rows_before if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
     with progress(lambda: f"what was measured is kept in {kept}" if rows else "nothing was measured yet") as tell:
         tests = reports.self_tests(device, tell) if report else []
         for timed in benchmark.measure(device, cases, tell=tell):
             rows += timed
-            write_whole(kept, json.dumps({**facts, "rows": before + [asdict(row) for row in rows]}) + "\n")
+            anew = {(row.kind, row.head_dim, row.value_dim) for row in rows}
+            others, _ = read(kept, torch.__version__)  # another command may have measured since
+            others = [row for row in others if (row["kind"], row["head_dim"], row["value_dim"]) not in anew]
+            write_whole(kept, json.dumps({**facts, "rows": others + [asdict(row) for row in rows]}) + "\n")
             path = kept if output is None else save(rows, facts, output, "timings")
             if report is not None:
                 reports.write(report, facts, device, tests, [asdict(row) for row in rows])

@@ -61,6 +61,10 @@ def trace(
         raise ValueError("give one of --model FOLDER and --load FILE")
     if windows != 1 and (save is not None or load is not None):
         raise ValueError(f"windows={windows}: a file of --save and --load holds one window")
+    if text is not None and (text.is_dir() or not text.exists()):  # before a model is loaded
+        raise ValueError(
+            f"text={str(text)!r}: {'a folder' if text.is_dir() else 'there is no such file'}; give a file"
+        )
     check_device(device)
     check_files(
         {"--save": save, "--output": output, "--plot": plot}, {"--load": load, "--model": model, "--text": text}
@@ -72,7 +76,10 @@ def trace(
             from sagebwd.diagnostics import capture, models, tables
             from sagebwd.diagnostics import layers as together
             from sagebwd.diagnostics import trace as study
-            from sagebwd.diagnostics.plots import plot_trace
+            from sagebwd.diagnostics.plots import plot_trace, pyplot
+
+            if plot is not None:  # before what takes long
+                pyplot()
         except ImportError as error:
             raise ValueError(f"trace: {error}") from None
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sagebwd.checks import tensor
+from sagebwd.checks import REFERENCE_DTYPES, is_finite, tensor
 from sagebwd.diagnostics.models import context
 from sagebwd.environment import write_whole
 from sagebwd.extras import extra
@@ -289,10 +289,16 @@ def _read(file: safe_open, entry: dict[str, Any]) -> Captured:
 def _fits(call: Captured) -> bool:
     """Whether tensors and settings of a file are of one attention call."""
     q, k, v, _ = tensors = [getattr(call, name) for name in TENSORS]
-    if any(x.dim() != 4 for x in tensors) or type(call.group) is not int or call.group < 1:
+    window = (0, 0) if call.window is None else call.window
+    listed = call.heads, call.kv_heads, (call.group,), window
+    if not all(isinstance(x, tuple) and all(type(number) is int for number in x) for x in listed):
+        return False
+    if call.group < 1 or len(window) != 2 or min(window) < -1:
+        return False
+    if any(x.dim() != 4 or x.dtype not in REFERENCE_DTYPES for x in tensors):
         return False
     of_queries, of_keys = (q.shape[0], len(call.heads), q.shape[2]), (q.shape[0], len(call.kv_heads), k.shape[2])
     expected = [(*of_queries, q.shape[3]), (*of_keys, q.shape[3]), (*of_keys, v.shape[3]), (*of_queries, v.shape[3])]
     read = {head // call.group for head in call.heads}
-    is_set = isinstance(call.scale, (int, float)) and isinstance(call.is_causal, bool)
+    is_set = isinstance(call.scale, (int, float)) and is_finite(call.scale) and isinstance(call.is_causal, bool)
     return is_set and [tuple(x.shape) for x in tensors] == expected and read <= set(call.kv_heads)

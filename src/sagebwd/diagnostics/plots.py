@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from sagebwd.environment import write_whole
@@ -16,17 +17,23 @@ if TYPE_CHECKING:
 ERRORS = {"o": "O", "delta": "delta", "p": "P", "ds": "dS", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
 
+def pyplot() -> ModuleType:
+    """Matplotlib's, which draws into files; raises ImportError where it is missing."""
+    with extra("diagnostics"):
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
 def plot_trace(layers: Sequence[Row], path: Path) -> None:
     """Draw per-layer curves: the error of each tensor under each recipe, RMS(dS) under its bound, the largest logit.
 
     Args: layers, of `sagebwd.diagnostics.layers.means`; path, of the picture.
     """
-    with extra("diagnostics"):
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        from matplotlib.ticker import MaxNLocator
+    plt = pyplot()
+    from matplotlib.ticker import MaxNLocator
 
     recipes = list(dict.fromkeys(row.recipe for row in layers))
     figure, axes = plt.subplots(1, len(recipes) + 2, figsize=(4.2 * (len(recipes) + 2), 3.8))

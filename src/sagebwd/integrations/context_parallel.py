@@ -206,7 +206,7 @@ def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
-    if group is not None and not isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
         raise TypeError(
             f"group: expected a process group or None, got {type(group).__name__}; a DeviceMesh has one, as "
             'mesh.get_group("cp")'

@@ -2,8 +2,8 @@
 
 Hopper's do: codes of Q and K are made of the projections' outputs at once, and the rows between are not written
 (`sagebwd.kernels.sm90.operands.norm_rope_codes`). Every other call is composed of `sagebwd.norm_rope.ops` and
-`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, whose lse or largest logits are asked
-for, of DTensors.
+`sagebwd.attention`: of other kernels and widths, with a mask or learned sinks, of keys that no query sees by its
+position, whose lse or largest logits are asked for, of DTensors.
 
 A trace decides by what it knows of a call: shapes, dtypes, the device and settings.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import attention, dispatch
-from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of
+from sagebwd.arguments import Arguments, arguments_of, autocast_dtype, packed_arguments_of, within_reach
 from sagebwd.auto import choice as auto_choice
 from sagebwd.call import Ask, Prologue, keeps_inputs
 from sagebwd.counts import answer, counts
@@ -26,7 +26,7 @@ from sagebwd.dtensor import shares_of
 from sagebwd.planning import specification
 from sagebwd.planning.plan import Plan
 from sagebwd.recipe import AUTO, Recipe
-from sagebwd.tracing import assume_constant
+from sagebwd.tracing import assume_constant, is_exported
 
 # In a plan's place.
 COMPOSED = "composed"
@@ -69,7 +69,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[s
 
 def by_operator(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[str, Any]) -> Tensor | None:
     """The output by attention's operator, or None where the call is composed. Raises as `sage_attention`."""
-    if _is_exported():  # a program that other GPUs may run, where attention's operator chooses
+    if is_exported():  # a program that other GPUs may run, where attention's operator chooses
         return None
     if shares_of(q, k, v, None, None, packed=q.dim() == 3) is not None:  # of DTensors
         return None
@@ -100,14 +100,10 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, prologue: Prologue, options: dict[
     ):  # fmt: skip
         return None
     checked = (packed_arguments_of if packed else arguments_of)(q, k, v, **given)
+    if not packed and within_reach(checked, k, v, None, None) is not None:  # of fewer keys than have rows
+        return None
     trains = any(x is not None and x.requires_grad for x in (q, k, v, prologue.q_weight, prologue.k_weight))
     return checked._replace(ask=checked.ask._replace(training=torch.is_grad_enabled() and trains))
-
-
-@assume_constant
-def _is_exported() -> bool:
-    """Whether torch.export traces the call. Asked in a trace itself, torch 2.11 says yes of torch.compile's too."""
-    return torch.compiler.is_exporting()
 
 
 @assume_constant
