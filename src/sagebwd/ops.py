@@ -217,26 +217,30 @@ def differentiable(
     Its forward is given the operator below autograd, a function, and the arguments. Tangents, and other arguments that
     need a gradient, are refused here, where a trace has them too, and vmap, whose own tensors need none.
     """
-    places = [n for n, argument in enumerate(operator._schema.arguments) if argument.name in inputs]
+    names = [argument.name for argument in operator._schema.arguments]
 
     def dispatched(keyset: torch._C.DispatchKeySet, *arguments: object) -> object:
-        given = [arguments[n] for n in places if n < len(arguments)]  # torch leaves out what ends in defaults
-        checks.refuse_forward_mode(zip(inputs, given))
+        given = dict(zip(names, arguments))  # torch leaves out what ends in defaults
+        checks.refuse_forward_mode((name, given.get(name)) for name in inputs)
 
         def below(*arguments: object) -> object:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-        needed = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-        if needed and torch._C._functorch.peek_interpreter_stack() is not None:
-            checks.refuse_transforms()  # in a trace, where `checks.kind` could not ask
-        for n, x in enumerate(arguments):
-            if n not in places and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-                name = operator._schema.arguments[n].name.replace("mask", "attn_mask")
+        if not torch.is_grad_enabled():
+            return below(*arguments)
+        needing = [name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
+        for name in needing:
+            if name not in inputs:
+                name = {"mask": "attn_mask"}.get(name, name)
                 raise NotImplementedError(
                     f"{name}: its gradient is not supported; pass {name}.detach() if it needs none"
                 )
-        return derivative.apply(below, *arguments) if needed else below(*arguments)
+        if not needing:
+            return below(*arguments)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            checks.refuse_transforms()  # in a trace, where `checks.kind` could not ask
+        return derivative.apply(below, *arguments)
 
     LIBRARY.impl(operator.name().removeprefix("sagebwd::"), dispatched, "Autograd", with_keyset=True)
 
