@@ -1,6 +1,7 @@
 """Llama and Qwen3 under attn_implementation="sagebwd": as under SDPA, padded and packed batches included."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -153,7 +154,16 @@ PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 30
         ({"scaling": "half"}, TypeError, "^scaling='half' must be a number"),
         ({"s_aux": torch.zeros(3)}, ValueError, r"^s_aux: expected shape \(4,\)"),
         ({"s_aux": torch.zeros(4, dtype=torch.long)}, TypeError, "^s_aux: dtype"),
-        ({"attention_mask": torch.zeros(1, 1, 49, 50)}, ValueError, "^attention_mask: shape .* does not broadcast"),
+        (
+            dict.fromkeys(PACKED) | {"attention_mask": torch.zeros(1, 1, 49, 50)},
+            ValueError,
+            "^attention_mask: shape .* does not broadcast",
+        ),
+        (
+            {"attention_mask": torch.zeros(1, 1, 50, 50)},
+            NotImplementedError,
+            "^cu_seq_lens_q beside an attention_mask of four dimensions",
+        ),
         ({"sliding_window": (8, 8)}, TypeError, r"^sliding_window=\(8, 8\) must be an integer"),
         ({"sliding_window": 0}, ValueError, "^sliding_window=0 must be at least 1"),
     ],
@@ -164,6 +174,20 @@ def test_what_is_wrong_is_said_in_the_callers_words(changes, error, message):
     inputs = [torch.randn(1, 4, 50, 16) for _ in range(3)]
     with pytest.raises(error, match=message):
         integration.attention(layer, *inputs, **{"attention_mask": None} | PACKED | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_norms_in_fp32_beside_quantised_weights(dtype):
+    """Regression: a StopIteration, and queries in FP8; or beside norms in FP32 all in that."""
+    layer = build("qwen3", "full").model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 50, 16) for heads in (4, 2, 2))
+    expected, _ = integration.attention(layer, *(x.bfloat16() for x in (q, k, v)), None)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight = torch.zeros(2, 2, dtype=dtype)
+        getattr(layer, name).weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert torch.equal(integration.attention(layer, q, k, v.bfloat16(), None)[0], expected)
+    del layer.q_norm, layer.k_norm
+    assert torch.equal(integration.attention(layer, q, k, v.bfloat16(), None)[0], expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -328,6 +352,21 @@ def test_a_model_of_several_parts_hands_its_settings_down(tmp_path):
             model(**inputs)
     finally:
         integration.register()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_parts_that_are_called_past_the_whole_follow_its_settings(change):
+    """Regression: set on a running model they were those of the whole's last forward."""
+    for recipe in ("full", "token"):
+        model = change(CLIPModel._from_config(clip(), attn_implementation="sagebwd"))
+        model.config.sagebwd = {"recipe": recipe}
+        model.get_image_features(torch.rand(1, 3, 16, 16))
+        assert settings(model.config.vision_config, None)["recipe"] == recipe
+        model.config.sagebwd = {"recipe": "paper"}
+        model.get_text_features(tokens(1, 8))
+        assert settings(model.config.text_config, None)["recipe"] == "paper"
 
 
 @pytest.mark.parametrize("change", ["in place", "anew", "before it is loaded", "of a copy"])

@@ -378,6 +378,40 @@ def test_generation_in_chunks_is_sdpas(cache):
     generated(pair(llama4(8), Llama4ForCausalLM), cache, input_ids=tokens(2, 11))
 
 
+OFFSETS = torch.tensor([0, 11, 20], dtype=torch.int32)
+PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 11, "max_length_k": 11}
+
+
+def test_packed_documents_in_chunks_are_sdpas_or_refused():
+    """Regression: Transformers' mask leaves out those of offsets alone, and all with a cache; they saw each other."""
+    positions, ids = torch.cat((torch.arange(11), torch.arange(9)))[None], tokens(1, 20)
+    models = pair(llama4(8), Llama4ForCausalLM)
+    for given in ({}, PACKED):
+        assert_same(models, input_ids=ids, position_ids=positions, use_cache=False, **given)
+    for given in ({"use_cache": False}, {"use_cache": True, "position_ids": positions}):
+        with pytest.raises(NotImplementedError, match=r"leaves packed documents out .*; give position_ids"):
+            models[1](input_ids=ids, **PACKED, **given)
+
+
+def test_packed_documents_that_a_carried_mask_leaves_out_are_refused():
+    """Regression: position_ids beside it were dropped."""
+    blocks = torch.tensor([[-1, 0, 0, -1, -1, -1, 1, 1, 1, -1, -1]])
+    function = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks))
+    model, ids, positions = pair(DECODERS["llama"]())[1], tokens(1, 11), torch.arange(11)[None]
+    made = mask(1, 11, 11, mask_function=function, allow_is_causal_skip=False)
+    model(input_ids=ids, attention_mask=made, position_ids=positions)
+    with pytest.raises(NotImplementedError, match=r"leaves packed documents out .*; give position_ids"):
+        model(input_ids=ids, attention_mask=made, position_ids=positions % 5)
+
+
+def test_packed_documents_that_continue_a_cache_are_refused():
+    """Regression: the offsets were dropped."""
+    model, ids = pair(DECODERS["llama"]())[1], tokens(1, 20)
+    cache = model(input_ids=ids).past_key_values
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q with a KV cache that is not empty"):
+        model(input_ids=ids, past_key_values=cache, **PACKED)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_blocks_of_image_tokens_are_sdpas(name):
     """What Gemma 3 and PaliGemma make of images and prefixes."""

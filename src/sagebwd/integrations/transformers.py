@@ -20,6 +20,7 @@ import warnings
 from functools import wraps
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -29,6 +30,7 @@ from sagebwd.attention import sage_attention, sage_attention_varlen
 from sagebwd.extras import extra
 from sagebwd.integrations import transformers_fusion as fusion
 from sagebwd.integrations.transformers_masks import (
+    CALLERS,
     Mask,
     Visible,
     has_values,
@@ -70,6 +72,8 @@ _COMPILED_PACKING = (
     "packed documents are not seen in position_ids under torch.compile; give cu_seq_lens_q and the like, "
     "which DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes"
 )
+_LEFT_OUT = "a mask that leaves packed documents out"
+_LEFT_OUT_INSTEAD = "give position_ids of each document with use_cache=False, and no attention_mask"
 
 
 def register() -> None:
@@ -103,6 +107,14 @@ def register() -> None:
         changes(self, *args, **kwargs)
         have_handed_down(self)
 
+    ends = PreTrainedModel.post_init
+
+    @wraps(ends)
+    def post_init(self: PreTrainedModel) -> None:
+        ends(self)
+        have_handed_down(self)
+
+    PreTrainedModel.post_init = post_init
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
     PreTrainedModel.set_attn_implementation = set_attn_implementation
 
@@ -148,14 +160,17 @@ def attention(
         query, key = left.rows(query, key, chosen["impl"])
         left = None
     if left is None:
-        query, key, value = _one_dtype(module, query, key, value)
+        query, key, value = _one_dtype(query, key, value)
     if sharing is not None:
         given = kwargs | {"s_aux": s_aux}
         return shared_attention(sharing, query, key, value, mask, given, {"scale": scaling, **chosen}), None
     if mask is None or mask.continues:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            refuse("cu_seq_lens_q with a KV cache that is not empty", "give the documents of a batch in one call")
         return decode(query, key, value, None if mask is None else mask.dense, scaling, s_aux), None
     wide = is_wide(module, query, value, **chosen)  # which torch alone takes, and not packed
     if isinstance(mask.visible, str):
+        _check_documents(mask, query, bool(is_causal), kwargs)
         return _carried(query, key, value, mask, {"scale": scaling, "sinks": s_aux, **chosen}), None
     key, value, visible = _fitting(mask, query, key, value)
     if mask.is_left_out and query.shape[2] > 1 and bool(is_causal) != (visible.upper == 0):
@@ -210,7 +225,7 @@ def _known_mask(
     if len(mask.shape) != 4:
         accepted = "(batch or 1, heads or 1, tokens or 1, kv_tokens). Give (batch, tokens) to the model"
         refuse(f"attention_mask of shape {tuple(mask.shape)}", f"accepted at an attention: {accepted}")
-    return Mask(shape, "a caller's", dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
+    return Mask(shape, CALLERS, dense=mask, continues=isinstance(mask, Tensor) and shape[2] == 1 < shape[3])
 
 
 def _within(sliding_window: int | None, is_causal: bool, shape: tuple[int, int, int, int]) -> int | None:
@@ -285,15 +300,13 @@ def _refuse_unsupported(dropout: float, kwargs: dict[str, object]) -> None:
         warnings.warn("attn_implementation='sagebwd' returns no attention weights; use 'eager' for them", stacklevel=4)
 
 
-def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that the layer computes in: autocast's, or else that of the layer's weights."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    dtype = autocast_dtype(tensors[0].device)
-    if dtype is None and len(dtypes) == 1:
-        return tensors
-    if dtype is None:
-        dtype = next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
-    return tuple(tensor.to(dtype) for tensor in tensors)
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that the layer computes in: autocast's, or else that of values, which are projected.
+
+    Norms and rotary embeddings leave queries and keys in another; the layer's weights may be quantised.
+    """
+    dtype = autocast_dtype(value.device) or value.dtype
+    return tuple(x.to(dtype) for x in (query, key, value))
 
 
 def _carried(query: Tensor, key: Tensor, value: Tensor, mask: Mask, shared: dict[str, object]) -> Tensor:
@@ -382,6 +395,33 @@ def _packed_offsets(
         refuse("a batch of packed documents beside padding")
     found = mask.documents if ids is not None else None if positions is None else mask.documents_of(positions)
     return None if found is None else (found[0], found[0], found[1], found[1])
+
+
+def _check_documents(mask: Mask, query: Tensor, is_causal: bool, kwargs: dict[str, object]) -> None:
+    """Raises where a mask that is carried shows tokens of other packed documents, as `_packed_offsets` knows them.
+
+    Transformers makes its mask by position_ids alone, and leaves documents out with a KV cache, also one to be filled.
+    """
+    _check_packed(kwargs)
+    offsets, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+    (batch, _, tokens, _), is_callers = query.shape, mask.visible == CALLERS
+    if offsets is not None and is_callers and mask.shape[3] == tokens:  # other keys are of no document of the queries
+        refuse("cu_seq_lens_q beside an attention_mask of four dimensions", "accepted: one of the two")
+    if is_callers or query.device.type == "meta":
+        return
+    if offsets is not None:
+        places = torch.arange(batch * tokens, device=offsets.device, dtype=offsets.dtype)
+        joins = mask.joins(torch.bucketize(places, offsets[1:], right=True).unflatten(0, (batch, tokens)), offsets)
+    else:
+        if not is_causal or mask.padding is not None or positions is None or positions.shape[1:] != query.shape[2:3]:
+            return
+        if not is_tracing(query) and mask.documents_of(positions) is None:
+            return
+        joins = mask.joins(F.pad((positions.diff(dim=1) < 0).cumsum(1), (1, 0)), positions)
+    if is_tracing(query):
+        torch._assert_async(~joins, f"attn_implementation='sagebwd': {_LEFT_OUT}; {_LEFT_OUT_INSTEAD}")
+    elif joins:
+        refuse(f"{_LEFT_OUT} ({mask.visible})", _LEFT_OUT_INSTEAD)
 
 
 def _check_packed(kwargs: dict[str, object]) -> None:

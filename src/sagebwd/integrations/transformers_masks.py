@@ -29,6 +29,8 @@ with extra("transformers"):
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
+CALLERS = "a caller's"
+"""What is said of a mask that Transformers did not make."""
 USE_INSTEAD = "use attn_implementation='sdpa' for this model, or 'eager'"
 
 
@@ -279,6 +281,7 @@ class Mask(BlockMask):
         self.is_left_out, self.continues, self._is_own = False, continues, is_own
         self._elements = elements
         self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
+        self._joins: tuple[Tensor, Tensor | bool] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -345,6 +348,18 @@ class Mask(BlockMask):
             self._read = position_ids, _offsets_of(F.pad(ids, (1, 0))) if bool((ids > 0).any()) else None
         return self._read[1]
 
+    def joins(self, documents: Tensor, of: Tensor) -> Tensor | bool:
+        """Whether a mask that could not be read shows a token one of another document.
+
+        Args: documents (batch or 1, tokens), a number each; of, the tensor that says so, for which it is read once.
+        """
+        if self._joins is None or self._joins[0] is not of:
+            numbers = documents.to(self._dense.device)
+            keys = F.pad(numbers, (0, self._shape[3] - self._shape[2]), value=-1)  # a static cache that is empty still
+            found = (self._dense & (numbers[:, None, :, None] != keys[:, None, None])).any()
+            self._joins = of, bool(found) if has_values(found) else found
+        return self._joins[1]
+
     @property
     def ndim(self) -> int:
         """4: Transformers takes such masks as finished."""
@@ -402,7 +417,7 @@ def read_attention_mask(attention_mask: Tensor | BlockMask) -> Mask:
     else:
         elements = read_mask(attention_mask)
         attention_mask = elements.elements
-    return Mask(tuple(attention_mask.shape), "a caller's", dense=attention_mask, is_own=True, elements=elements)
+    return Mask(tuple(attention_mask.shape), CALLERS, dense=attention_mask, is_own=True, elements=elements)
 
 
 def _as_tensor(x: object) -> object:
@@ -459,7 +474,7 @@ def mask(
     if not everything and not _start_together(q_offset, kv_offset):
         return Mask(shape, visible, dense=dense(), continues=True, is_own=True)
     if isinstance(visible, str):
-        return Mask(shape, visible, dense=dense(), is_own=True)
+        return Mask(shape, visible, _padding(attention_mask, kv_offset, kv_length), dense(), is_own=True)
     if visible.upper == 0 and q_length < kv_length:  # a static cache that is empty still
         kv_length = q_length
     if attention_mask is not None and attention_mask.shape[0] != 1 and attention_mask.shape[0] != batch_size:

@@ -108,10 +108,18 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def have_handed_down(model: PreTrainedModel) -> None:
-    """Have a model of which a part, or it itself, runs "sagebwd" hand its settings down at every forward."""
-    if _runs_in(model.config) and _hand_down not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_hand_down)
-        _hand_down(model)
+    """Have a model of which a part, or it itself, runs "sagebwd" hand its settings down at every forward.
+
+    At those of its parts too, which it may call past its own, as in ``get_image_features`` and ``generate``.
+    """
+    if not _runs_in(model.config):
+        return
+    hooks = model._forward_pre_hooks.values()
+    hook = next((x for x in hooks if isinstance(x, _HandDown) and x.config is model.config), _HandDown(model.config))
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and hook not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(hook)
+    hook()
 
 
 def _runs_in(config: object) -> bool:
@@ -144,19 +152,27 @@ def _calls_attention(model_class: type) -> bool:
     return not own_table and ("ALL_ATTENTION_FUNCTIONS" in source or not attentions)
 
 
-def _hand_down(model: PreTrainedModel, _inputs: object = None) -> None:
-    """Give ``config.sagebwd`` of a model of several parts to those, and their parts, that have none of their own."""
-    given, before = getattr(model.config, NAME, None), model.__dict__.get("_handed_down")
-    if given == before:
-        return
-    if isinstance(given, dict) and "layers" in given:
-        raise ValueError(
-            "config.sagebwd: layers is not known in a config of several parts; accepted: in that of one, as in "
-            f"config.{next(iter(model.config.sub_configs))}.sagebwd"
-        )
-    settings(model.config, None)  # raises for what is none
-    _give(model.config, given)
-    model._handed_down = None if given is None else dict(given)  # which may be changed in place
+class _HandDown:
+    """Gives ``config.sagebwd`` of a model of several parts to those, and their parts, that have none of their own.
+
+    A hook has the config and not the model, which a part's hook would keep alive.
+    """
+
+    def __init__(self, config: object) -> None:
+        self.config, self.before = config, None
+
+    def __call__(self, _part: nn.Module | None = None, _inputs: object = None) -> None:
+        given = getattr(self.config, NAME, None)
+        if given == self.before:
+            return
+        if isinstance(given, dict) and "layers" in given:
+            raise ValueError(
+                "config.sagebwd: layers is not known in a config of several parts; accepted: in that of one, as in "
+                f"config.{next(iter(self.config.sub_configs))}.sagebwd"
+            )
+        settings(self.config, None)  # raises for what is none
+        _give(self.config, given)
+        self.before = None if given is None else dict(given)  # which may be changed in place
 
 
 def _give(config: object, given: dict[str, object] | None) -> None:
