@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
 
         interpreter.hasten()
 
+from tests import gpus
+
 POISON_INT8 = -128  # never a code: psi gives -127 to 127
 
 
@@ -56,6 +58,13 @@ def no_plans():
     """Tests patch what plans launch."""
     if "sagebwd.cache" in sys.modules:
         sys.modules["sagebwd.cache"].PLANS.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_peers(request, monkeypatch):
+    """Tests that need no GPU go by no build of FlashAttention that a machine may have."""
+    if "gpu" not in request.keywords:
+        gpus.hide_peers(monkeypatch.setitem)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """GPUs that kernels run on where they are here, and Hopper where it is made up."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,14 @@ on_gpu = pytest.mark.gpu if HAS_GPU else []
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # for `pytestmark` and `marks`
 needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capability 9.0")]
+
+
+def hide_peers(put: Callable[[dict, str, object], object] = dict.__setitem__) -> None:
+    """FlashAttention-3 and -4 are not there, whatever is installed. Args: put, of an item into a dictionary."""
+    for name in ("flash_attn.cute", "flash_attn_interface"):
+        put(sys.modules, name, None)
+    if "sagebwd.auto.peers" in sys.modules:
+        sys.modules["sagebwd.auto.peers"].module_of.cache_clear()
 
 
 def as_if_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,6 +412,7 @@ def test_explain_names_who_runs_and_why_others_do_not(measured, install, on_cpu,
 def test_a_peer_that_does_not_import_is_absent_with_one_warning(monkeypatch, tmp_path, measured):
     (tmp_path / "flash_attn_interface.py").write_text("raise OSError('libcudart')")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn_interface")  # where the conftest hides it
     peers.module_of.cache_clear()
     with pytest.warns(UserWarning, match=r"FlashAttention-3 is installed and does not import.*: OSError: libcudart"):
         assert peers.installed() == ()
@@ -427,6 +428,8 @@ def test_what_is_absent_is_not_imported(monkeypatch, tmp_path, install):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise OSError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn.cute")  # where the conftest hides it
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert peers.module_of(FA4) is None

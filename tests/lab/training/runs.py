@@ -134,7 +134,11 @@ def _enter(
         os.environ.update({name: str(value) for name, value in {**places, **address}.items()})
     import torch
 
+    from tests.gpus import hide_peers
+
     torch.set_num_threads(1)
+    if device == "cpu":
+        hide_peers()
     target(*given)
 
 
