@@ -407,8 +407,19 @@ def test_packed_documents_that_a_carried_mask_leaves_out_are_refused():
     model, ids, positions = pair(DECODERS["llama"]())[1], tokens(1, 11), torch.arange(11)[None]
     made = mask(1, 11, 11, mask_function=function, allow_is_causal_skip=False)
     model(input_ids=ids, attention_mask=made, position_ids=positions)
-    with pytest.raises(NotImplementedError, match=r"leaves packed documents out .*; give position_ids"):
-        model(input_ids=ids, attention_mask=made, position_ids=positions % 5)
+    for packed in (positions.remainder_(5), positions.clone()):  # written anew, and another tensor
+        with pytest.raises(NotImplementedError, match=r"leaves packed documents out .*; give position_ids"):
+            model(input_ids=ids, attention_mask=made, position_ids=packed)
+
+
+def test_positions_that_are_written_anew_are_read_anew():
+    """Regression: a mask that was made once kept the documents of the same tensor's earlier numbers."""
+    model, ids, positions = pair(DECODERS["llama"]())[1], tokens(1, 11), torch.arange(11)[None]
+    made, given = mask(1, 11, 11), {"input_ids": ids, "use_cache": False}
+    model(**given, attention_mask=made, position_ids=positions)
+    positions.remainder_(5)
+    expected = model(**given, attention_mask=mask(1, 11, 11), position_ids=positions.clone()).logits
+    assert torch.equal(model(**given, attention_mask=made, position_ids=positions).logits, expected)
 
 
 def test_packed_documents_that_continue_a_cache_are_refused():

@@ -280,8 +280,8 @@ class Mask(BlockMask):
         self._shape, self.visible, self.padding, self._dense = shape, visible, padding, dense
         self.is_left_out, self.continues, self._is_own = False, continues, is_own
         self._elements = elements
-        self._read: tuple[Tensor, tuple[Tensor, int] | None] | None = None
-        self._joins: tuple[Tensor, Tensor | bool] | None = None
+        self._read: tuple[Tensor, int | None, tuple[Tensor, int] | None] | None = None
+        self._joins: tuple[Tensor, int | None, Tensor | bool] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -343,22 +343,23 @@ class Mask(BlockMask):
         Positions that jump or repeat are those of one document. Where Transformers looks for documents itself, it
         starts another there too, and `documents` are its.
         """
-        if self._read is None or self._read[0] is not position_ids:
+        if not _is_of(self._read, position_ids):
             ids = (position_ids.diff(dim=1) < 0).cumsum(1).expand(self._shape[0], -1)
-            self._read = position_ids, _offsets_of(F.pad(ids, (1, 0))) if bool((ids > 0).any()) else None
-        return self._read[1]
+            found = _offsets_of(F.pad(ids, (1, 0))) if bool((ids > 0).any()) else None
+            self._read = position_ids, _writes_to(position_ids), found
+        return self._read[2]
 
     def joins(self, documents: Tensor, of: Tensor) -> Tensor | bool:
         """Whether a mask that could not be read shows a token one of another document.
 
         Args: documents (batch or 1, tokens), a number each; of, the tensor that says so, for which it is read once.
         """
-        if self._joins is None or self._joins[0] is not of:
+        if not _is_of(self._joins, of):
             numbers = documents.to(self._dense.device)
             keys = F.pad(numbers, (0, self._shape[3] - self._shape[2]), value=-1)  # a static cache that is empty still
             found = (self._dense & (numbers[:, None, :, None] != keys[:, None, None])).any()
-            self._joins = of, bool(found) if has_values(found) else found
-        return self._joins[1]
+            self._joins = of, _writes_to(of), bool(found) if has_values(found) else found
+        return self._joins[2]
 
     @property
     def ndim(self) -> int:
@@ -418,6 +419,16 @@ def read_attention_mask(attention_mask: Tensor | BlockMask) -> Mask:
         elements = read_mask(attention_mask)
         attention_mask = elements.elements
     return Mask(tuple(attention_mask.shape), CALLERS, dense=attention_mask, is_own=True, elements=elements)
+
+
+def _writes_to(tensor: Tensor) -> int | None:
+    """How often a tensor was written to, which one of inference mode or a trace does not say."""
+    return tensor._version if has_values(tensor) and not tensor.is_inference() else None
+
+
+def _is_of(read: tuple | None, tensor: Tensor) -> bool:
+    """Whether what was read is of a tensor as it is now."""
+    return read is not None and read[0] is tensor and read[1] == _writes_to(tensor)
 
 
 def _as_tensor(x: object) -> object:
