@@ -20,7 +20,6 @@ import warnings
 from functools import wraps
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -33,6 +32,7 @@ from sagebwd.integrations.transformers_masks import (
     CALLERS,
     Mask,
     Visible,
+    documents_by,
     has_values,
     mask,
     read_attention_mask,
@@ -410,14 +410,18 @@ def _check_documents(mask: Mask, query: Tensor, is_causal: bool, kwargs: dict[st
     if is_callers or query.device.type == "meta":
         return
     if offsets is not None:
-        places = torch.arange(batch * tokens, device=offsets.device, dtype=offsets.dtype)
-        joins = mask.joins(torch.bucketize(places, offsets[1:], right=True).unflatten(0, (batch, tokens)), offsets)
+
+        def documents() -> Tensor:
+            places = torch.arange(batch * tokens, device=offsets.device, dtype=offsets.dtype)
+            return torch.bucketize(places, offsets[1:], right=True).unflatten(0, (batch, tokens))
+
+        joins = mask.joins(offsets, documents)
     else:
         if not is_causal or mask.padding is not None or positions is None or positions.shape[1:] != query.shape[2:3]:
             return
         if not is_tracing(query) and mask.documents_of(positions) is None:
             return
-        joins = mask.joins(F.pad((positions.diff(dim=1) < 0).cumsum(1), (1, 0)), positions)
+        joins = mask.joins(positions, lambda: documents_by(positions))
     if is_tracing(query):
         torch._assert_async(~joins, f"attn_implementation='sagebwd': {_LEFT_OUT}; {_LEFT_OUT_INSTEAD}")
     elif joins:

@@ -344,18 +344,18 @@ class Mask(BlockMask):
         starts another there too, and `documents` are its.
         """
         if not _is_of(self._read, position_ids):
-            ids = (position_ids.diff(dim=1) < 0).cumsum(1).expand(self._shape[0], -1)
-            found = _offsets_of(F.pad(ids, (1, 0))) if bool((ids > 0).any()) else None
+            ids = documents_by(position_ids).expand(self._shape[0], -1)
+            found = _offsets_of(ids) if bool((ids > 0).any()) else None
             self._read = position_ids, _writes_to(position_ids), found
         return self._read[2]
 
-    def joins(self, documents: Tensor, of: Tensor) -> Tensor | bool:
+    def joins(self, of: Tensor, documents: Callable[[], Tensor]) -> Tensor | bool:
         """Whether a mask that could not be read shows a token one of another document.
 
-        Args: documents (batch or 1, tokens), a number each; of, the tensor that says so, for which it is read once.
+        Args: of, the tensor that says so, for which it is read once; documents (batch or 1, tokens), a number each.
         """
         if not _is_of(self._joins, of):
-            numbers = documents.to(self._dense.device)
+            numbers = documents().to(self._dense.device)
             keys = F.pad(numbers, (0, self._shape[3] - self._shape[2]), value=-1)  # a static cache that is empty still
             found = (self._dense & (numbers[:, None, :, None] != keys[:, None, None])).any()
             self._joins = of, _writes_to(of), bool(found) if has_values(found) else found
@@ -447,6 +447,11 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _OPERATORS = (*_ARITHMETIC, *("r" + name for name in _ARITHMETIC), *_COMPARISONS, "getitem", "invert", "neg")
 for _name in _OPERATORS:
     setattr(Mask, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def documents_by(position_ids: Tensor) -> Tensor:
+    """A number for each token's document, of (batch or 1, tokens) position_ids: one begins where they fall."""
+    return F.pad((position_ids.diff(dim=1) < 0).cumsum(1), (1, 0))
 
 
 def _offsets_of(documents: Tensor) -> tuple[Tensor, int]:
